@@ -232,7 +232,7 @@ def orthogonalized(spec: Spec, x):
         after = [
             Dim(axis, (axis,))
             if dim.name == axis
-            else replace(dim, axes=tuple(each for each in dim.axes if each != axis))
+            else replace(dim, axes=tuple(name for name in dim.axes if name != axis))
             for dim in path[-1].dims
         ]
         path.append(Spec((*after,)))
@@ -355,7 +355,7 @@ def step(training: Training, types: State, decayed: Any, state: Any, gradient: A
     triples = jax.tree_util.tree_map_with_path(
         updated, types.weights, decayed, state.weights, gradient, state.adam_mu, state.adam_nu
     )
-    weights, mu, nu = [jax.tree.map(lambda _, each, item=item: each[item], types.weights, triples) for item in range(3)]
+    weights, mu, nu = [jax.tree.map(lambda _, triple, n=n: triple[n], types.weights, triples) for n in range(3)]
     b = training.ema_decay
     ema = None if state.ema is None else jax.tree.map(lambda a, w: b * a + (1 - b) * w, state.ema, weights)
     return State(weights, mu, nu, ema)

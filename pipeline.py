@@ -63,7 +63,7 @@ def collected(at_rest: str, g: jax.Array) -> jax.Array:
 
 
 @typed
-def own_rows(x: jax.Array, groups: int) -> jax.Array:
+def stage_rows(x: jax.Array, groups: int) -> jax.Array:
     """A device's rows, 'B/p/b L', in groups: 'p/p groups R/b L'. Microbatch g·p + m is group g of the devices at
     (m + 1) % p along p."""
     rest = ' L' * (x.ndim - 1)
@@ -72,7 +72,7 @@ def own_rows(x: jax.Array, groups: int) -> jax.Array:
 
 @typed
 def all_rows(x: jax.Array) -> jax.Array:
-    """`own_rows` of all stages, 'p groups R/b L': each stage needs them for its masks and its part of the loss."""
+    """`stage_rows` of all stages, 'p groups R/b L': each stage needs them for its masks and its part of the loss."""
     rest = ' L' * (x.ndim - 3)
     return shardops.all_gather(f'p/p groups R/b{rest} -> p groups R/b{rest}', x)
 

@@ -426,8 +426,8 @@ def validation_step(
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step and the validation step over the mesh."""
     act.dtype = config.model.compute_dtype
-    given = config.model, config.training, bos_id
-    return tuple(typed_shard_map(functools.partial(step, *given)) for step in (training_step, validation_step))
+    settings = config.model, config.training, bos_id
+    return tuple(typed_shard_map(functools.partial(step, *settings)) for step in (training_step, validation_step))
 
 
 def shapes(config: Config) -> tuple[State, TokenBatch]:

@@ -219,7 +219,7 @@ def model_of(config: Config) -> Any:
     if source is not None and name != name_of(source.family):
         raise RunError(f'{said}: initial_weights = {path} are of {name_of(source.family)}: set it to that')
     if (file := f'models.{name or "llama"}') not in TRAINED:
-        raise RunError(f'{said}: expected {", ".join(each.partition(".")[2] for each in TRAINED)}')
+        raise RunError(f'{said}: expected {", ".join(key.partition(".")[2] for key in TRAINED)}')
     family = importlib.import_module(file)
     model = rebuild(section_of(family.Model), {'model': keys}, config.origins).model
     if source is not None:
@@ -290,18 +290,18 @@ def task_of(config: Config) -> Task:
         trained = adapters.tree(family, places, lambda place, which: f32[str(getattr(place, which))])
         frozen, decayed = types, jax.tree.map(lambda _: 1.0, trained)
     else:
-        is_trained = [re.fullmatch('.*' if config.train is None else config.train, each) for each in names(types)]
+        is_trained = [re.fullmatch('.*' if config.train is None else config.train, name) for name in names(types)]
         if not any(is_trained):
             raise RunError(f'train = {config.train!r} matches no weight: {", ".join(names(types))}')
         trained, frozen = [
             jax.tree.unflatten(
                 jax.tree.structure(types),
-                [each if bool(has) == want else None for each, has in zip(jax.tree.leaves(types), is_trained)],
+                [leaf if bool(has) == want else None for leaf, has in zip(jax.tree.leaves(types), is_trained)],
             )
             for want in (True, False)
         ]
         # As in train.py: matrices of the layers, no norms, biases or embeddings.
-        factors = [float('/' in name and each.element is stored) for name, each in zip(names(trained), leaves(trained))]
+        factors = [float('/' in name and w.element is stored) for name, w in zip(names(trained), leaves(trained))]
         decayed = jax.tree.unflatten(jax.tree.structure(trained), factors)
     in_step = Tuned(trained, frozen)
     rest = jax.tree.map(at_rest, in_step)
@@ -490,8 +490,8 @@ class Staged:
     special_id: int
     parts: int
     in_step: Tuned  # layers lie as stages have them, 'p/p v n M/w F/t'
-    own: Any  # a device's rows by microbatches, 'p/p groups R/b L', and their numbers, which dropout needs
-    every: Any  # the rows of all stages
+    stage_rows: Any  # a device's rows by microbatches, 'p/p groups R/b L', and their numbers, which dropout needs
+    all_rows: Any  # the rows of all stages
     step: jax.Array | None  # None: no dropout
     target_count: jax.Array
     z_loss: float
@@ -514,18 +514,18 @@ class Staged:
         task, groups = self.task, self.parts // self.task.mesh.p
 
         @typed
-        def of_own(batch: Any):
+        def of_rows(batch: Any):
             batch = jax.tree.map(functools.partial(shardops.regroup, 'groups B/b L -> R/b L'), batch)
             inputs, _, position = map(task.along_c.part, layers.inputs_of(batch, self.special_id))
             x = task.family.embed(task.model, ends, inputs, position, 'M/t')
             return shardops.regroup('R/b L/c M/t -> groups B/b L/c M/t', x, groups=groups)
 
-        return shardops.each('p', of_own, self.own[0])
+        return shardops.each('p', of_rows, self.stage_rows[0])
 
     def stage(self, piece: Any, fixed: Any, x: jax.Array, number: jax.Array) -> Any:
         """The stage of `pipelined`. fixed, by layer: frozen weights, the window, the layer's number."""
         task, training, (frozen, window, numbers) = self.task, self.training, fixed
-        batch, rows = pipeline.microbatch(self.every, number)
+        batch, rows = pipeline.microbatch(self.all_rows, number)
         dropout, of_adapters = drops_of(task, training, self.step, rows)
         weights, in_use = (piece,), lambda w: w
         if task.lora.rank:
@@ -541,7 +541,7 @@ class Staged:
 
     def head(self, ends: Any, shared: Any, y: jax.Array, number: jax.Array) -> jax.Array:
         (unembed, norms), family, model = shared, self.task.family, self.task.model
-        batch, _ = pipeline.microbatch(self.every, number)
+        batch, _ = pipeline.microbatch(self.all_rows, number)
         x = layers.ended(family, model, replace(ends, **norms), pipeline.from_last(y))
         cap, along_c = family.mask(model).logits_cap, self.task.along_c
         value = layers.loss_sum(unembed, x, batch, cap, batch.weight, self.z_loss, along_c, V='V/u')
@@ -564,9 +564,9 @@ def staged_loss_and_gradient(
     layers.require_positions(model, batch.targets.shape[1])
     has_dropout = (training.dropout or task.lora.dropout) and step is not None
     rows = layers.WeightedBatch(**vars(batch)), row_numbers(batch, 'B/p/b') if has_dropout else None
-    own = jax.tree.map(functools.partial(pipeline.own_rows, groups=parts // p), rows)
-    every = jax.tree.map(pipeline.all_rows, own)
-    staged = Staged(task, training, special_id, parts, in_step, own, every, step, target_count, z_loss)
+    stage_rows = jax.tree.map(functools.partial(pipeline.stage_rows, groups=parts // p), rows)
+    all_rows = jax.tree.map(pipeline.all_rows, stage_rows)
+    staged = Staged(task, training, special_id, parts, in_step, stage_rows, all_rows, step, target_count, z_loss)
 
     with jax.named_scope('embed'):
         ends, pull_ends = shardops.vjp(staged.ends, in_step.trained)
@@ -585,8 +585,8 @@ def staged_loss_and_gradient(
         return staged.head(ends, trained_ends or shared, y, number)
 
     seen = no_routing('p/p v n', getattr(model, 'experts', 0), v=v, n=model.layers // (p * v))
-    given = pieces, fixed, shared if trains_ends else (), stream, seen, backward
-    value, seen, of_pieces, of_shared, of_stream = pipeline.pipelined(staged.stage, head, *given)
+    arguments = pieces, fixed, shared if trains_ends else (), stream, seen, backward
+    value, seen, of_pieces, of_shared, of_stream = pipeline.pipelined(staged.stage, head, *arguments)
     types = map_type(lambda array: array, Routing)
     routing = seen and jax.tree.map(lambda array, x: pipeline.collected(f'layers {array.spec}', x), types, seen)
     if not backward:
@@ -649,7 +649,7 @@ def adapted(lora: Lora, dropout: Dropout | None, w: Any, low: tuple[Any, jax.Arr
 
 
 # == Replicas ==========================================================================================================
-AXES = [each.name for each in dataclasses.fields(Mesh)]
+AXES = [field.name for field in dataclasses.fields(Mesh)]
 ALL = ' '.join(f'+{axis}' for axis in AXES)
 
 
@@ -925,8 +925,8 @@ def main(config: Config) -> None:
             special_id = run.data.bos_id if task.family.KIND == 'decoder' else special_id
             step, validate = mapped_steps(config, special_id)
             state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
-            zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
-            of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
+            zero, count = np.uint32(0), sum(array.size for array in jax.tree.leaves(state.weights.trained))
+            of = sum(array.size for array in jax.tree.leaves(state.weights.frozen))
             run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))
             steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)}
             for part in (0.5**n for n, _ in enumerate(config.training.batch_doubles_at, 1)):

@@ -50,8 +50,8 @@ def fenced(lines):
 def table(old, row):
     """The table again, each row made anew from the cells that are there; the first two lines stay."""
     head, rule, *rows = old.strip().splitlines()
-    cells = [[cell.strip() for cell in each.strip("|").split("|")] for each in rows]
-    return "\n".join([head, rule, *("| " + " | ".join(row(*each)) + " |" for each in cells)]) + "\n"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return "\n".join([head, rule, *("| " + " | ".join(row(*row_cells)) + " |" for row_cells in cells)]) + "\n"
 
 
 @functools.cache
@@ -93,7 +93,7 @@ class Gpu:
 
 def hosts(old):
     """docs/hosts.md: the table of two hosts, and what the small job sends between them."""
-    gpus = [Gpu(each, each // 4, each // 4) for each in range(8)]
+    gpus = [Gpu(number, number // 4, number // 4) for number in range(8)]
     mesh = cluster.lay_out(gpus, {"d": 4, "t": 2})
     table = cluster.table(mesh, ["gpu-01", "gpu-02"])
     return fenced([*table, "...", *cluster.sent_over_network(ledger_on_cpu(), mesh)])
@@ -159,16 +159,16 @@ def settings(old, *machine):
 
     def row(size, devices, keys, *others):
         count = int(devices.replace(",", ""))
-        given = ["program=train_any", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
-        given = dict(key.split("=") for key in (f"training.tokens.batch={512 if count <= 512 else 2048}", *given))
-        config = load(plan_step.plan_class(train_any), "scale", [f"{key}={value}" for key, value in given.items()])
+        keyed = ["program=train_any", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
+        keyed = dict(key.split("=") for key in (f"training.tokens.batch={512 if count <= 512 else 2048}", *keyed))
+        config = load(plan_step.plan_class(train_any), "scale", [f"{key}={value}" for key, value in keyed.items()])
         figures = plan_step.machine_of(config)
         config = plan_step.with_kernel(plan_step.on_mesh(program.resolved(config, train_any)), figures)
         ledger = plan_step.ledger_of(config, check=False)
         bound = roofline(ledger, figures, config.devices_per_host)
         if ledger.devices != count:
             raise ValueError(f"{keys} are {ledger.devices} devices, not {devices}")
-        shares = [f"{each:.0%}" for each in (bound.mfu, bound.mfu_alone)]
+        shares = [f"{share:.0%}" for share in (bound.mfu, bound.mfu_alone)]
         return size, devices, keys, f"{ledger.memory.bytes / 1e9:.1f} GB", *shares
 
     return table(old, row)
@@ -182,12 +182,12 @@ def refusal(old, *overrides):
 
 # == Pages =============================================================================================================
 MADE = families, hosts, ledger, plans, settings, refusal
-FUNCTIONS = {each.__name__: each for each in MADE}
+FUNCTIONS = {function.__name__: function for function in MADE}
 
 
 def blocks():
     """(page, name, arguments, text) of each block."""
-    return [(page, found[1], found[2], found[4]) for page in PAGES for found in BLOCK.finditer(page.read_text())]
+    return [(page, match[1], match[2], match[4]) for page in PAGES for match in BLOCK.finditer(page.read_text())]
 
 
 def made(name, arguments, old):
@@ -211,8 +211,8 @@ def main(names):
     for page in PAGES:
         text = page.read_text()
 
-        def anew(found):
-            name, arguments, close, old = found.groups()
+        def anew(match):
+            name, arguments, close, old = match.groups()
             return f"{name}{arguments}{close}{made(name, arguments, old) if name in names else old}"
 
         page.write_text(BLOCK.sub(anew, text))

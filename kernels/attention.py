@@ -53,8 +53,8 @@ def _with_gradient(forward, backward):
 
     def give_back(cap, kept, gradient):
         *operands, window = kept
-        found = backward(*operands, gradient, window, cap)
-        return *(change.astype(operand.dtype) for change, operand in zip(found, operands)), None, None
+        changes = backward(*operands, gradient, window, cap)
+        return *(change.astype(operand.dtype) for change, operand in zip(changes, operands)), None, None
 
     attention.defvjp(keep, give_back)
     return attention

@@ -156,7 +156,7 @@ def _blocks_of(places, window) -> Blocks:
         position = jnp.arange(count * block, dtype=jnp.int32).reshape(count, block)
         position, places = lax.optimization_barrier((position, places))
         segment, pairs = _split_segment(places, count), np.tril_indices(count, -1)
-        pairs = tuple(jnp.asarray(each, jnp.int32) for each in pairs)
+        pairs = tuple(jnp.asarray(numbers, jnp.int32) for numbers in pairs)
         return Blocks(count, count, pairs, position, position, segment, segment, window, diagonal=True)
     position, key_position, *segments = places
     part, length = len(position), len(key_position)
@@ -169,7 +169,7 @@ def _blocks_of(places, window) -> Blocks:
     # 2 · devices + 1 chunks of keys in all, three in its own part, two in another.
     later = position[:, -1:] < key_position[None, :, 0]
     pairs = jnp.argsort(later.reshape(-1), stable=True)[: rows * (columns + 1) // 2].astype(jnp.int32)
-    segment, key_segment = (_split_segment(each, count) for each, count in zip(segments, (rows, columns)))
+    segment, key_segment = (_split_segment(of_tokens, count) for of_tokens, count in zip(segments, (rows, columns)))
     return Blocks(
         rows,
         columns,

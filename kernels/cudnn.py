@@ -75,8 +75,8 @@ def _by_group(x, groups: int):
 
 def _flops(name: str, q, products: int, needed: int):
     """Half of the pairs of positions are masked; those in different segments count, as they do without a kernel."""
-    each = q.size * q.shape[1]  # 2 · B L (K Q) D · L / 2
-    return declared.kernel_flops(**{name: (products * each, needed * each)})
+    flops = q.size * q.shape[1]  # 2 · B L (K Q) D · L / 2
+    return declared.kernel_flops(**{name: (products * flops, needed * flops)})
 
 
 def _call(name: str, results: list, transposed: int, settings: str):

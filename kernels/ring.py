@@ -43,11 +43,11 @@ def _ring(recipe, axes):
         of_floats = [moves for moves, is_float in zip(goes, floats) if is_float]
 
         def parted(values, goes):
-            return [[value for value, each in zip(values, goes) if each is wanted] for wanted in (False, True)]
+            return [[value for value, moves in zip(values, goes) if moves is wanted] for wanted in (False, True)]
 
         def joined(stay, moving):
             stay, moving = iter(stay), iter(moving)
-            return [next(moving if each else stay) for each in goes]
+            return [next(moving if moves else stay) for moves in goes]
 
         def turned(values):
             pairs = [(index, (index + 1) % turns) for index in range(turns)]
@@ -82,8 +82,8 @@ def _ring(recipe, axes):
             def turn(carry, _):
                 moving, (of_stay, of_moving) = carry
                 coming, passed = turned(moving), turned(of_moving)  # a block's gradients come a turn after the block
-                more, found = of_pair(moving)
-                return (coming, jax.tree.map(jnp.add, (of_stay, passed), (more, found))), None
+                more, of_pass = of_pair(moving)
+                return (coming, jax.tree.map(jnp.add, (of_stay, passed), (more, of_pass))), None
 
             sums = tuple(of_pair(moving))
             if turns > 1:
@@ -94,8 +94,8 @@ def _ring(recipe, axes):
                 sums = of_stay, turned(of_moving)
             of_stay, of_moving = map(iter, sums)
             return tuple(
-                next(of_moving if each else of_stay).astype(operand.dtype) if is_float else None
-                for operand, each, is_float in zip(operands, goes, floats)
+                next(of_moving if moves else of_stay).astype(operand.dtype) if is_float else None
+                for operand, moves, is_float in zip(operands, goes, floats)
             )
 
         attend = jax.custom_vjp(lambda *operands: keep(*operands)[0])
@@ -110,12 +110,12 @@ def _going_round(recipe) -> tuple[list[bool], str]:
     """Which operands go round, and along which axis; raises where that is no attention to blocks."""
     first, *_ = recipe.operands
     marked = [[dim for dim in operand.dims if dim.indexed] for operand in recipe.operands]
-    dims = {dim for each in marked for dim in each}
+    dims = {dim for marks in marked for dim in marks}
     if len(dims) != 1 or max(map(len, marked)) > 1 or len(dims.pop().axes) != 1:
         raise ShardingError(
             "what goes round has one dim in [ ], the same in all of it, split over one axis: 'B/d [S/c] K/t D'"
         )
-    (axis,) = next(dim for each in marked for dim in each).axes
+    (axis,) = next(dim for marks in marked for dim in marks).axes
     if marked[0] or axis not in first.split:
         raise ShardingError(f"the first operand stays, is split over {axis}, and the result lies as it does")
     require_result(recipe, first.dims, first.pending)

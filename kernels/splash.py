@@ -37,8 +37,8 @@ def attention(q, k, v, segment, window: int | None = None, cap=None, *, save_as:
     )
     # Half of the pairs of positions are masked; what a window leaves out besides is counted. The backward pass has the
     # logits again in each of its two kernels.
-    each = q.size * length  # 2 · B L (K Q) D · L / 2
-    fwd, dq, dkv = (2 * each, 2 * each), (3 * each, each), (4 * each, 3 * each)
+    product = q.size * length  # 2 · B L (K Q) D · L / 2
+    fwd, dq, dkv = (2 * product, 2 * product), (3 * product, product), (4 * product, 3 * product)
     kind = "segmented_no_residuals"
     flops = {"splash_mha_fwd_segmented_residuals": fwd, f"splash_mha_fwd_{kind}": fwd}
     flops |= {f"splash_mha_dq_{kind}": dq, f"splash_mha_dkv_{kind}": dkv}

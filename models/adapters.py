@@ -82,7 +82,7 @@ class Place:
 
 def places(family: ModuleType, weights: Any) -> list[Place]:
     """Every matrix with a dim M that the layers multiply by; weights: a family's, or their shapes."""
-    gathered, found = fields(family.Gathered), []
+    gathered, result = fields(family.Gathered), []
     for stack, stacked in fields(family.Weights).items():
         if not isinstance(stacked, Stacked):
             continue
@@ -102,37 +102,37 @@ def places(family: ModuleType, weights: Any) -> list[Place]:
                 whole = Spec((*stacked.dims, *spec.dims))
                 sizes = dict(zip(whole.names, (array.shape[0], *array.shape[1 + len(part) :])))
                 # The rank has a name of its own: in T5's weights N is a number of buckets.
-                a, b = (Spec(tuple(Dim("rank") if dim.name == "N" else dim for dim in each.dims)) for each in (a, b))
-                a, b = (Spec((*stacked.dims, *each.dims)) for each in (a, b))
-                found.append(Place(stack, name, leaf, part, sizes, whole, a, b))
-    return found
+                a, b = (Spec(tuple(Dim("rank") if dim.name == "N" else dim for dim in spec.dims)) for spec in (a, b))
+                a, b = (Spec((*stacked.dims, *spec.dims)) for spec in (a, b))
+                result.append(Place(stack, name, leaf, part, sizes, whole, a, b))
+    return result
 
 
-def chosen(found: list[Place], targets: str) -> list[Place]:
+def chosen(places: list[Place], targets: str) -> list[Place]:
     """The places whose name, 'w_q', matches the regular expression; experts' only if it contains 'expert'. Raises
     RunError if none does."""
-    some = [
+    selected = [
         place
-        for place in found
+        for place in places
         if re.fullmatch(targets, place.name) and ("expert" in targets or not place.is_of_experts)
     ]
-    if not some:
-        names = ", ".join(dict.fromkeys(place.name for place in found))
+    if not selected:
+        names = ", ".join(dict.fromkeys(place.name for place in places))
         raise RunError(f"lora.targets = {targets!r} is none of the matrices that can have an adapter: {names}")
-    return some
+    return selected
 
 
-def tree(family: ModuleType, some: list[Place], make: Callable[[Place, str], Any]) -> Any:
+def tree(family: ModuleType, places: list[Place], make: Callable[[Place, str], Any]) -> Any:
     """A family's Weights with adapters in place of its layers, and nothing else."""
 
     def nothing(cls):
         return dict.fromkeys(field.name for field in dataclasses.fields(cls))
 
     stacks = {}
-    for place in some:
+    for place in places:
         layer = stacks.setdefault(place.stack, nothing(family.Gathered))
         layer[place.name] = LowRank(make(place, "a"), make(place, "b"))
-    return family.Weights(**nothing(family.Weights) | {name: family.Gathered(**each) for name, each in stacks.items()})
+    return family.Weights(**nothing(family.Weights) | {name: family.Gathered(**w) for name, w in stacks.items()})
 
 
 # ---- merged ----------------------------------------------------------------------------------------------------------
@@ -147,18 +147,18 @@ def letters(*specs: Spec) -> list[str]:
 Adapter = tuple[Place, np.ndarray, np.ndarray]  # a and b of all layers, float32
 
 
-def saved_in(checkpoint: Checkpoint, some: list[Place], pool: Executor) -> tuple[Adapter, ...]:
+def saved_in(checkpoint: Checkpoint, places: list[Place], pool: Executor) -> tuple[Adapter, ...]:
     """The adapters in a checkpoint. They are a few percent of the base, so they are read now."""
-    there = [place for place in some if f"weights/{place.path}/a" in checkpoint.arrays]
+    there = [place for place in places if f"weights/{place.path}/a" in checkpoint.arrays]
     return tuple(
         (place, *(read_leaf(checkpoint, f"weights/{place.path}/{which}", pool) for which in "ab")) for place in there
     )
 
 
-def merged(arrays: dict[str, LazyArray], found: Sequence[Adapter], scale: float) -> dict[str, LazyArray]:
+def merged(arrays: dict[str, LazyArray], trained: Sequence[Adapter], scale: float) -> dict[str, LazyArray]:
     """The arrays of a base, with a · b added to those that have adapters."""
     arrays = dict(arrays)
-    for place, a, b in found:
+    for place, a, b in trained:
         name = f"weights/{place.stack}/{place.leaf}"
         arrays[name] = arrays[name].changed(functools.partial(_added, place, scale * a, b), np.float32)
     return arrays
@@ -170,9 +170,9 @@ def _added(place: Place, a: np.ndarray, b: np.ndarray, values: np.ndarray, bound
     edges = bounds[1 : 1 + start]
     if any(not low <= part < high for part, (low, high) in zip(place.part, edges)):
         return values
-    own = (bounds[0], *bounds[1 + start :])
-    cut = {name: slice(*each) for name, each in zip(place.whole.names, own)} | {"rank": slice(None)}
-    a, b = (each[tuple(cut[name] for name in spec.names)] for each, spec in ((a, place.a), (b, place.b)))
+    bounds_of_part = (bounds[0], *bounds[1 + start :])
+    cut = {name: slice(*bound) for name, bound in zip(place.whole.names, bounds_of_part)} | {"rank": slice(None)}
+    a, b = (factor[tuple(cut[name] for name in spec.names)] for factor, spec in ((a, place.a), (b, place.b)))
     one, other, whole = letters(place.a, place.b, place.whole)
     values = values.astype(np.float32)  # a copy
     change = np.einsum(f"{one},{other}->{whole}", a, b, optimize=True)
@@ -220,10 +220,10 @@ class Named:
         return (rank, size) if which == "a" else (size, rank)
 
 
-def named(family: ModuleType, model: Any, some: list[Place]) -> list[Named]:
+def named(family: ModuleType, model: Any, places: list[Place]) -> list[Named]:
     """Raises RunError for a matrix that is published as part of a larger one: PEFT has one adapter for all of that."""
-    table, found = family.published(model), []
-    for place in some:
+    table, result = family.published(model), []
+    for place in places:
         rows = table[f"{place.stack}/{place.leaf}"]
         if bool(place.part) != (len(rows) > 1):
             raise RunError(
@@ -236,8 +236,8 @@ def named(family: ModuleType, model: Any, some: list[Place]) -> list[Named]:
         if sorted(is_read) != [False, True]:
             raise AssertionError(f"{name}: {pattern} is no matrix")
         read, written = (group for _, group in sorted(zip(is_read, groups), reverse=True))
-        found.append(Named(place, name.removesuffix(".weight"), read, written))
-    return found
+        result.append(Named(place, name.removesuffix(".weight"), read, written))
+    return result
 
 
 def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np.ndarray], about: dict) -> None:
@@ -247,20 +247,20 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
       read: returns a or b of all layers, float32.
       about: rank, alpha, dropout, base (the model that they were trained on) and task (PEFT's task_type).
     """
-    if len({"expert_gate", "expert_up"} & {each.place.name for each in names}) == 1:
+    if len({"expert_gate", "expert_up"} & {entry.place.name for entry in names}) == 1:
         raise RunError("PEFT has adapters of experts' gate and up together: set lora.targets to both, or merge them")
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
-    for each in names:
+    for entry in names:
         for which in "ab":
-            values = read(each.place, which)
-            tensors |= {each.tensor(which, at): each.out(which, values[at]) for at in np.ndindex(each.numbered)}
+            values = read(entry.place, which)
+            tensors |= {entry.tensor(which, at): entry.out(which, values[at]) for at in np.ndindex(entry.numbered)}
     shapes = {name: values.shape for name, values in sorted(tensors.items())}
     safetensors.write(folder, shapes, "float32", lambda name: iter([tensors[name]]), "adapter_model.safetensors")
     config = {
         "peft_type": "LORA", "task_type": about["task"], "base_model_name_or_path": about["base"], "r": about["rank"],
         "lora_alpha": about["alpha"], "lora_dropout": about["dropout"], "bias": "none", "inference_mode": True,
-        "target_modules": sorted({each.name.rpartition(".")[2] for each in names}),
+        "target_modules": sorted({entry.name.rpartition(".")[2] for entry in names}),
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -268,27 +268,27 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
 def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: list[str]) -> dict[str, Tensor]:
     """Adapters of `target_parameters`, arrays in which transformers 5 keeps all experts, by the names of one expert's
     matrices. In gate_up_proj gate and up share a."""
-    own, fused = {}, set()
-    for each in names:
-        if not each.place.is_of_experts:
+    by_expert, fused = {}, set()
+    for entry in names:
+        if not entry.place.is_of_experts:
             continue
-        is_down, (layers, experts) = each.place.name == "expert_down", each.numbered
+        is_down, (layers, experts) = entry.place.name == "expert_down", entry.numbered
         # PEFT wraps a module's second array, down_proj, around the first.
         inner = "base_layer." if not is_down and any(target.endswith("down_proj") for target in targets) else ""
         for layer in range(layers):
-            module = each.name.format(layer, 0).rpartition(".0.")[0].replace("block_sparse_moe", "mlp")
+            module = entry.name.format(layer, 0).rpartition(".0.")[0].replace("block_sparse_moe", "mlp")
             parts = [f"{PREFIX}{module}.{inner}lora_{which}.weight" for which in "AB"]
             if not tensors.keys() >= set(parts):
                 continue
             a, b = (tensors[part].read(slice(None)) for part in parts)
             a = rearrange(a, "(E rank) read -> E rank read", E=experts)
             b = rearrange(b, "written (rank E) -> E written rank", E=experts)
-            b = b if is_down else np.split(b, 2, axis=1)[each.place.name == "expert_up"]
+            b = b if is_down else np.split(b, 2, axis=1)[entry.place.name == "expert_up"]
             fused |= set(parts)
             for expert in range(experts):
                 for which, values in (("a", a[expert]), ("b", b[expert])):
-                    own[each.tensor(which, (layer, expert))] = Tensor(values.shape, values.__getitem__)
-    return own | {name: tensor for name, tensor in tensors.items() if name not in fused}
+                    by_expert[entry.tensor(which, (layer, expert))] = Tensor(values.shape, values.__getitem__)
+    return by_expert | {name: tensor for name, tensor in tensors.items() if name not in fused}
 
 
 def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Callable[[Place, str], np.ndarray]:
@@ -314,10 +314,10 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
         with run_errors(f"{folder} cannot be read", ValueError, TypeError, AttributeError, EinopsError):
             tensors = _of_each_expert(tensors, names, config["target_parameters"])
     wanted = {
-        each.tensor(which, at): each.shape(which, rank)
-        for each in names
+        entry.tensor(which, at): entry.shape(which, rank)
+        for entry in names
         for which in "ab"
-        for at in np.ndindex(each.numbered)
+        for at in np.ndindex(entry.numbered)
     }
     wrong = sorted(name for name in wanted if name not in tensors or tensors[name].shape != wanted[name])
     problems = [f"{name}: expected {list(wanted[name])}" for name in wrong]
@@ -325,12 +325,12 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
     if problems:
         more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise RunError("\n  ".join([f"the adapters in {folder} are not those of this run:", *problems[:10], *more]))
-    by_place = {each.place.path: each for each in names}
+    by_place = {entry.place.path: entry for entry in names}
 
     def read(place: Place, which: str) -> np.ndarray:
-        each = by_place[place.path]
-        found = [tensors[each.tensor(which, at)].read(slice(None)) for at in np.ndindex(each.numbered)]
-        found = [each.in_(which, values.astype(np.float32)) for values in found]
-        return np.stack(found).reshape(place.shape(which, rank))
+        entry = by_place[place.path]
+        parts = [tensors[entry.tensor(which, at)].read(slice(None)) for at in np.ndindex(entry.numbered)]
+        parts = [entry.in_(which, values.astype(np.float32)) for values in parts]
+        return np.stack(parts).reshape(place.shape(which, rank))
 
     return read

@@ -116,12 +116,12 @@ class Rows:
         q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q
         k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        own = self.context.part(self.place), self.context.part(self.segment)
+        of_queries = self.context.part(self.place), self.context.part(self.segment)
         with jax.named_scope('causal'):
             if self.context.way == 'ring':
-                return in_a_ring(q, k, v, *own, window, cap, drop)
+                return in_a_ring(q, k, v, *of_queries, window, cap, drop)
             of_keys = self.context.in_order(self.place), self.context.in_order(self.segment)
-            return of_gathered_keys(by, q, k, v, own, of_keys, window, cap, drop)
+            return of_gathered_keys(by, q, k, v, of_queries, of_keys, window, cap, drop)
 
     def both_ways(self, q, k, v, drop: Drop | None = None):
         """The same with queries that see all of their segment, without a kernel; heads are dealt out."""
@@ -159,7 +159,7 @@ def in_a_ring(
 @typed
 def of_gathered_keys(
     by: str, q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'],
-    own: tuple[i32['L/c'], i32['B/b L/c']], of_keys: tuple[i32['S'], i32['B/b S']], window, cap: float | None,
+    of_queries: tuple[i32['L/c'], i32['B/b L/c']], of_keys: tuple[i32['S'], i32['B/b S']], window, cap: float | None,
     drop: Drop | None,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
     """Attention of a device's positions to all keys of its rows (Llama Team 2024, 3.3.2), which backward gathers again.
@@ -171,7 +171,7 @@ def of_gathered_keys(
     v = shardops.all_gather('B/b S/c K/t D -> B/b S K/t D', v)
     if by != 'einsum' and drop is None:
         types = 'B/b L/c Q K/t D, B/b S K/t D, B/b S K/t D, L/c, S, B/b L/c, B/b S, '
-        places = own[0], of_keys[0], own[1], of_keys[1]
+        places = of_queries[0], of_keys[0], of_queries[1], of_keys[1]
 
         def by_blocks(q, k, v, *others):
             *places, window = others
@@ -179,8 +179,8 @@ def of_gathered_keys(
 
         window = jnp.int32(ALL if window is None else window)
         return shardops.local(f'{types} -> B/b L/c Q K/t D', by_blocks, q, k, v, *places, window)
-    distance = own[0][:, None] - of_keys[0][None]
-    allowed = (own[1][:, :, None] == of_keys[1][:, None, :]) & (distance >= 0)[None]
+    distance = of_queries[0][:, None] - of_keys[0][None]
+    allowed = (of_queries[1][:, :, None] == of_keys[1][:, None, :]) & (distance >= 0)[None]
     allowed = allowed if window is None else allowed & (distance < window)[None]
     return attention_where(q, k, v, allowed, cap, drop=drop, L='L/c', K='K/t')
 
@@ -196,10 +196,10 @@ def attention(
     window = None if isinstance(window, int) and window >= segment.shape[1] else window
     if by != 'einsum' and drop is None:
         kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]
-        types, given = 'B/b L Q K/h D, B/b S K/h D, B/b S K/h D, B/b L', (q, k, v, segment)
+        types, arrays = 'B/b L Q K/h D, B/b S K/h D, B/b S K/h D, B/b L', (q, k, v, segment)
         if isinstance(window, jax.Array):  # a scanned layer's, which differs between stages
-            return shardops.local(f'{types},  -> B/b L Q K/h D', lambda *given: kernel(*given, cap), *given, window)
-        return shardops.local(f'{types} -> B/b L Q K/h D', lambda *given: kernel(*given, window, cap), *given)
+            return shardops.local(f'{types},  -> B/b L Q K/h D', lambda *x: kernel(*x, cap), *arrays, window)
+        return shardops.local(f'{types} -> B/b L Q K/h D', lambda *x: kernel(*x, window, cap), *arrays)
     position = jnp.arange(segment.shape[1])
     distance = position[:, None] - position[None]
     allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]

@@ -111,12 +111,12 @@ CONTRACTED = {
 
 def columns_of(layer: Any) -> dict[str, tuple[ArrayType, str]]:
     """The matrices of a gathered layer, a tree of array types, that int8 rounds: type, and the dims of its columns."""
-    found = {}
+    matrices = {}
     for name, array in vars(layer).items():
         if array is not None and name in CONTRACTED:
             kept = [str(dim) for dim in array.spec.dims if dim.name not in CONTRACTED[name].split()]
-            found[name] = array, ' '.join(kept)
-    return found
+            matrices[name] = array, ' '.join(kept)
+    return matrices
 
 
 def quantized_type(layer: Any) -> Any:
@@ -135,7 +135,7 @@ def quantized(layer: Any, type_: Any) -> Any:
         axes = [axis for axis, dim in enumerate(array.spec.dims) if str(dim) not in columns.split()]
         return Quantized(jnp.round(w.astype(jnp.float32) / jnp.expand_dims(scale, axes)).astype(jnp.int8), scale)
 
-    return replace(layer, **{name: rounded(getattr(layer, name), *each) for name, each in columns_of(type_).items()})
+    return replace(layer, **{name: rounded(getattr(layer, name), *dims) for name, dims in columns_of(type_).items()})
 
 
 def split(family: Any) -> SimpleNamespace:
@@ -171,7 +171,7 @@ def attention(
 ) -> act['B/b L Q K/t D']:  # fmt: skip
     """Over the slots that are filled and, causally, the new tokens; a bias is added to the logits of both."""
     if jax.default_backend() == 'cpu' and not is_planned:
-        q, old_k, old_v, k, v = [each.astype(jnp.float32) for each in (q, old_k, old_v, k, v)]
+        q, old_k, old_v, k, v = [x.astype(jnp.float32) for x in (q, old_k, old_v, k, v)]
     product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     slot, new, window = jnp.arange(old_k.shape[2]), jnp.arange(q.shape[1]), layers.ALL if window is None else window
     position = length[:, None] + new[None]
@@ -317,8 +317,8 @@ def extend(
     """
     mask = family.mask(model)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    own = ALONE.part(position)
-    x, bias = family.embed(model, ends, ALONE.part(tokens), own, 'M'), None
+    place = ALONE.part(position)
+    x, bias = family.embed(model, ends, ALONE.part(tokens), place, 'M'), None
     if cache.memory is not None:  # T5: layers know distances, and attend to the encoder's results
         slot, here = jnp.arange(cache.k.shape[3], dtype=jnp.int32), position[:, :, None]
         bias = tuple(
@@ -339,7 +339,7 @@ def extend(
             return part(attention_where(whole(q), memory[0], memory[1], is_read, K='K/t'))
 
         attend.window = mask.of_layer(window)
-        x, kept, _ = family.layer(model, x, w, attend, own if memory is None else cross, 'M')
+        x, kept, _ = family.layer(model, x, w, attend, place if memory is None else cross, 'M')
         return x, kept
 
     x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, cache.memory, mask.by_layer()))
@@ -359,28 +359,28 @@ def taken(cache: Cache, used: int | None, place: jax.Array | None = None) -> Cac
         return old[:, place[0] if place else slice(None), :, :used]
 
     spec = f'layers B/b K/t S D{of_place} -> layers {rows} K/t P D'
-    k, v = [shardops.local(spec, of_device, each, *place, P=used or each.shape[3]) for each in (cache.k, cache.v)]
+    k, v = [shardops.local(spec, of_device, cached, *place, P=used or cached.shape[3]) for cached in (cache.k, cache.v)]
     if not place:
         return replace(cache, k=k, v=v)
     return Cache(k, v, shardops.local('B/b, N/b -> N/b', lambda old, place: old[place], cache.length, *place))
 
 
-def put_back(cache: Cache, some: Cache, place: jax.Array | None = None) -> Cache:
+def put_back(cache: Cache, part: Cache, place: jax.Array | None = None) -> Cache:
     """The cache with what `taken` took from it."""
     if place is None:
-        if some.k.shape == cache.k.shape:
-            return some
+        if part.k.shape == cache.k.shape:
+            return part
         spec = 'layers B/b K/t S D, layers B/b K/t P D -> layers B/b K/t S D'
         into = functools.partial(shardops.local, spec, lambda old, new: lax.dynamic_update_slice(old, new, (0,) * 5))
-        return replace(some, k=into(cache.k, some.k), v=into(cache.v, some.v))
+        return replace(part, k=into(cache.k, part.k), v=into(cache.v, part.v))
 
     def of_device(old, new, place):
         return old.at[:, place, :, : new.shape[3]].set(new)
 
     spec = 'layers B/b K/t S D, layers N/b K/t P D, N/b -> layers B/b K/t S D'
-    k, v = [shardops.local(spec, of_device, *each, place) for each in ((cache.k, some.k), (cache.v, some.v))]
+    k, v = [shardops.local(spec, of_device, *pair, place) for pair in ((cache.k, part.k), (cache.v, part.v))]
     spec = 'B/b, N/b, N/b -> B/b'
-    length = shardops.local(spec, lambda old, new, place: old.at[place].set(new), cache.length, some.length, place)
+    length = shardops.local(spec, lambda old, new, place: old.at[place].set(new), cache.length, part.length, place)
     return Cache(k, v, length)
 
 
@@ -391,8 +391,8 @@ def read(
 ) -> Cache:  # fmt: skip
     """Reads tokens into the cache: of all its rows, or, where `place` has their different places on each device, of
     some, of a family that has no encoder. `used`: as of `taken`."""
-    some, _ = extend(family, model, ends, stack, taken(cache, used, place), tokens, count)
-    return put_back(cache, some, place)
+    part, _ = extend(family, model, ends, stack, taken(cache, used, place), tokens, count)
+    return put_back(cache, part, place)
 
 
 @typed
@@ -468,8 +468,8 @@ def candidates(
         return jnp.take(old, parent, axis=1)
 
     k, v = [
-        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parent, each, parent)
-        for each in (cache.k, cache.v)
+        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parent, cached, parent)
+        for cached in (cache.k, cache.v)
     ]
     cache = replace(cache, k=k, v=v)
     cache, x = extend(family, model, ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
@@ -481,15 +481,15 @@ def candidates(
         return top[:, None], jnp.take(ids, place)[:, None]
 
     # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
-    some, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', largest, values, ids, N=N)
-    some, names = [shardops.all_gather('B/b t/t N -> B/b t N', each) for each in (some, names)]
+    best, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', largest, values, ids, N=N)
+    best, names = [shardops.all_gather('B/b t/t N -> B/b t N', x) for x in (best, names)]
 
     def of_all(values, names):
         top, place = lax.top_k(values.reshape(len(values), -1), N)
         return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
 
-    some, names = shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, some, names)
-    return cache, shardops.all_gather('B/b N -> B N', some), shardops.all_gather('B/b N -> B N', names)
+    best, names = shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, best, names)
+    return cache, shardops.all_gather('B/b N -> B N', best), shardops.all_gather('B/b N -> B N', names)
 
 
 @typed
@@ -557,7 +557,7 @@ def with_unembed(ends: Any) -> Any:
 
 
 FUNCTIONS = {
-    each.__name__: each for each in (gather, empty, encode, admit, read, step, decode, candidates)
+    function.__name__: function for function in (gather, empty, encode, admit, read, step, decode, candidates)
 }  # all begin with (family, model)
 
 
@@ -595,7 +595,7 @@ class Programs:
         settings = {**self.settings.get(which, {}), **settings}
         program = functools.partial(FUNCTIONS[which], self.family, self.model, **settings)
         signature = inspect.signature(FUNCTIONS[which], eval_str=True)
-        _, _, *arguments = (each for each in signature.parameters.values() if each.name not in settings)
+        _, _, *arguments = (item for item in signature.parameters.values() if item.name not in settings)
         ends, stack, cache = (self.types[name] for name in ("ends", "stack", "cache"))
         result = signature.return_annotation
         if which == "gather":
@@ -605,7 +605,7 @@ class Programs:
         else:
             result = tuple[cache, *typing.get_args(result)[1:]]
         program.__signature__ = signature.replace(
-            parameters=[each.replace(annotation=self.types.get(each.name, each.annotation)) for each in arguments],
+            parameters=[item.replace(annotation=self.types.get(item.name, item.annotation)) for item in arguments],
             return_annotation=result,
         )
         return typed_shard_map(program)
@@ -613,10 +613,10 @@ class Programs:
     def _compiled(self, which: str, **settings: Any) -> Callable:
         """The same, compiled. It also takes host arrays, equal on every process; the caller gives up cache and rows."""
         mapped = self.mapped(which, **settings)
-        types = {name: each.annotation for name, each in mapped.signature.parameters.items()}
+        types = {name: parameter.annotation for name, parameter in mapped.signature.parameters.items()}
         given_up = [place for place, name in enumerate(types) if name in ("cache", "rows")]
         program = jax.jit(mapped, donate_argnums=given_up)
-        return lambda *given: program(*(placed(each, type_) for each, type_ in zip(given, types.values())))
+        return lambda *values: program(*(placed(x, type_) for x, type_ in zip(values, types.values())))
 
 
 class Generator:
@@ -655,7 +655,7 @@ class Generator:
     def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
         """Yields each row's new tokens and their log probabilities, until all rows have ended."""
         count = -(-len(prompts) // devices_of_rows()) * devices_of_rows()
-        length = max(len(self.begun(prompt)) + each.tokens for prompt, each in zip(prompts, drawings))
+        length = max(len(self.begun(prompt)) + drawing.tokens for prompt, drawing in zip(prompts, drawings))
         slots = Slots(self, count, max(map(len, prompts)), length)
         slots.admit(dict(enumerate(zip(prompts, drawings))))
         while slots.left.any():
@@ -663,12 +663,12 @@ class Generator:
 
     def search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """The best text after each prompt that beam search finds, as transformers does."""
-        found, at_once = [], devices_of_rows()
+        result, at_once = [], devices_of_rows()
         for start in range(0, len(prompts), at_once):
-            some = prompts[start : start + at_once]
-            padded = [*some, *[some[0]] * (at_once - len(some))]
-            found += self._search(padded, tokens, beams, length_penalty)[: len(some)]
-        return found
+            batch = prompts[start : start + at_once]
+            padded = [*batch, *[batch[0]] * (at_once - len(batch))]
+            result += self._search(padded, tokens, beams, length_penalty)[: len(batch)]
+        return result
 
     def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """One prompt for each device along b, whose beams are its rows."""
@@ -681,17 +681,17 @@ class Generator:
         candidates = self.programs.compiled("candidates", N=count)
         token = np.repeat([self.begun(prompt)[-1] for prompt in prompts], beams).astype(np.uint32)
         parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
-        while not all(each.is_over for each in texts):
+        while not all(text.is_over for text in texts):
             cache, values, ids = candidates(*self.weights, cache, token, parent, self.ids)
-            by_text = [np.asarray(each).reshape(len(prompts), beams, -1) for each in (values, ids)]
-            parent, token = np.hstack([each.advance(*of_text) for each, *of_text in zip(texts, *by_text)])
+            by_text = [np.asarray(array).reshape(len(prompts), beams, -1) for array in (values, ids)]
+            parent, token = np.hstack([text.advance(*of_text) for text, *of_text in zip(texts, *by_text)])
             parent, token = parent.astype(np.int32), token.astype(np.uint32)
-        return [each.best() for each in texts]
+        return [text.best() for text in texts]
 
 
 def require_room(cache: Cache) -> None:
     """Raises RunError if a cache of these shapes is larger than the memory, which the devices of a CPU share."""
-    size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(cache))
+    size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache))
     of_device = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     has = of_device * current_mesh().size if of_device else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > has:
@@ -788,11 +788,11 @@ class Slots:
         end before any of them."""
         generator, before = self.generator, self.left
         # The likeliest token passes all filters, so rows that take it need no program with them.
-        random = [each for each, left in zip(self.drawings, before) if left and each.temperature > 0]
+        random = [drawing for drawing, left in zip(self.drawings, before) if left and drawing.temperature > 0]
         decode = generator.programs.compiled(
             "decode",
             is_drawn=bool(random),
-            is_filtered=any(each.top_k or each.top_p < 1 or each.min_p for each in random),
+            is_filtered=any(drawing.top_k or drawing.top_p < 1 or drawing.min_p for drawing in random),
             used=self._used(self.burst),
         )
         self.cache, self.rows, *drawn = decode(
@@ -802,7 +802,7 @@ class Slots:
         self.filled += self.burst
         self.burst = min(2 * self.burst, BURST)
         of_rows = zip(before - self.left, before, self.left, tokens, log_probs)
-        return [self._new(*each) for each in of_rows]
+        return [self._new(*of_row) for of_row in of_rows]
 
     def _new(self, spent: int, before: int, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
         """A row's tokens of a burst, up to its end."""
@@ -843,7 +843,7 @@ class Beams:
         stays = np.arange(self.beams), np.zeros(self.beams, int)
         if self.is_over:
             return stays
-        scores = values + np.array([[sum(each.log_probs)] for each in self.running], np.float32)
+        scores = values + np.array([[sum(text.log_probs)] for text in self.running], np.float32)
         order = np.argsort(-scores, axis=None, kind="stable")[: values.shape[1]]
         candidates = [(i // values.shape[1], int(ids.flat[i]), float(values.flat[i])) for i in order.tolist()]
         length = len(self.running[0].tokens) + 1
@@ -855,7 +855,7 @@ class Beams:
                 going_on.append((parent, text))
             elif rank < self.beams:
                 self.finished.append((sum(text.log_probs) / length**self.length_penalty, text))
-        self.finished = sorted(self.finished, key=lambda each: -each[0])[: self.beams]
+        self.finished = sorted(self.finished, key=lambda scored: -scored[0])[: self.beams]
         going_on = going_on[: self.beams]
         self.is_over = is_last or not going_on
         if self.is_over:

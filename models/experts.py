@@ -110,10 +110,10 @@ def experts_with_capacity(
     parts = math.gcd(model.capacity_parts, length)
     average = length // parts * model.experts_per_token / E
     C = parts * math.ceil(min(model.capacity * average, length // parts))
-    own = C // devices
-    into = functools.partial(slots, E=E, C=own, parts=parts // devices)
+    slots_here = C // devices
+    into = functools.partial(slots, E=E, C=slots_here, parts=parts // devices)
     slot, lost = shardops.local('B/b L/c X -> B/b L/c X, B/b L/c X', into, choice)
-    into = functools.partial(dispatch, E=E, C=own)
+    into = functools.partial(dispatch, E=E, C=slots_here)
     sent = shardops.local('B/b L/c M, B/b L/c X -> E B/b C/c M', into, x, slot, E=E, C=C)
     there = shardops.all_to_all('E B/b C/c M -> E/e B/g C/c M', sent)
     there = save_for_backward(there)  # 2·capacity·XM bytes a token, spares sending it again
@@ -143,11 +143,11 @@ def multiplied(matrices, x, weight, choice, held, *parts):
     """
     w_gate, w_up, w_down = matrices(parts)
     top, count = choice.shape[-1], held.shape[0]
-    own = choice.reshape(-1) - held[0]
-    own = jnp.where((own >= 0) & (own < count), own, count)
-    order = jnp.argsort(own)
-    sizes = jnp.bincount(own, length=count).astype(jnp.int32)
-    is_own = (own[order] < count)[:, None]  # past the last group ragged_dot's rows are not promised to be zero
+    expert = choice.reshape(-1) - held[0]
+    expert = jnp.where((expert >= 0) & (expert < count), expert, count)
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=count).astype(jnp.int32)
+    is_own = (expert[order] < count)[:, None]  # past the last group ragged_dot's rows are not promised to be zero
     tokens = jnp.where(is_own, x.reshape(-1, x.shape[-1])[order // top], 0)
 
     def products(x, w, is_turned=False):
@@ -159,7 +159,7 @@ def multiplied(matrices, x, weight, choice, held, *parts):
         if isinstance(w, Adapted):
             y = y + w.scale * dot(dot(x, w.a), w.b)
         if isinstance(w, Quantized):
-            y = (y.astype(jnp.float32) * w.scale[jnp.minimum(own[order], count - 1)]).astype(y.dtype)
+            y = (y.astype(jnp.float32) * w.scale[jnp.minimum(expert[order], count - 1)]).astype(y.dtype)
         return y
 
     hidden = jax.nn.silu(products(tokens, w_gate)) * products(tokens, w_up)
@@ -182,8 +182,8 @@ def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: 
         types += f', E/e {summed} N, E/e N {kept}' if isinstance(w, Adapted) else ''
         types += f', E/e {kept}' if isinstance(w, Quantized) else ''
     parts, structure = jax.tree.flatten(experts)
-    own = functools.partial(multiplied, functools.partial(jax.tree.unflatten, structure))
-    y = shardops.local(f'{types} -> B/g L/c M +e +t', own, x, weight, choice, held, *parts)
+    multiply = functools.partial(multiplied, functools.partial(jax.tree.unflatten, structure))
+    y = shardops.local(f'{types} -> B/g L/c M +e +t', multiply, x, weight, choice, held, *parts)
     return shardops.psum_scatter('B/g L/c M +e +t -> B/b L/c M +t', y)
 
 

@@ -84,19 +84,19 @@ def _gguf_parts(gguf: Any, file: Path) -> tuple[dict[str, Any], dict[str, Tensor
         elif name != key and name not in GGUF_NO_EFFECT and value not in (None, 0, "none"):
             raise RunError(f"{file}: {key} = {value!r} is not known here: take the published folder")
     tensors = {}
-    for each in reader.tensors:
-        if each.name == "rope_freqs.weight":
-            factors = gguf.quants.dequantize(each.data, each.tensor_type)
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            factors = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             config["rope_scaling"] = _llama3_scaling(factors, config.get("rope_theta", 10000.0), file)
             continue
-        part = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", each.name)
-        name = GGUF.get(part[2] if part else each.name)
-        name = f"{LAYER.format(part[1])}.{name}.{part[3]}" if part and name else name or each.name
-        shape = tuple(int(size) for size in reversed(each.shape))
+        part = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
+        name = GGUF.get(part[2] if part else tensor.name)
+        name = f"{LAYER.format(part[1])}.{name}.{part[3]}" if part and name else name or tensor.name
+        shape = tuple(int(size) for size in reversed(tensor.shape))
         heads = None
         if kind == "llama" and part and part[2] in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if part[2] == "attn_q" else "num_key_value_heads"]
-        tensors[name] = Tensor(shape, functools.partial(_dequantized, gguf, file, each, shape, heads))
+        tensors[name] = Tensor(shape, functools.partial(_dequantized, gguf, file, tensor, shape, heads))
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
     for name in ("bos", "eos"):
@@ -109,7 +109,7 @@ def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, A
     """The scaling of Llama 3.1 to 3.3; a GGUF file holds each pair's divisor."""
     about = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling = RopeScaling(kind="llama3", factor=about["factor"])
-    expected = np.divide(*(frequencies(2 * factors.size, base, each) for each in (None, scaling)))
+    expected = np.divide(*(frequencies(2 * factors.size, base, scale) for scale in (None, scaling)))
     if not np.allclose(factors, expected, rtol=1e-4):
         raise RunError(f"{file}: rope_freqs is not the scaling of Llama 3.1 to 3.3: take the published folder")
     return {"rope_type": "llama3", **about, "original_max_position_embeddings": scaling.original_length}
@@ -119,8 +119,8 @@ def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, A
 def _readable(file: Path) -> Iterator[None]:
     """Turns what WRONG lists into a RunError while a file, or a folder of files, is read."""
     with run_errors(f"{file} cannot be read", *WRONG):
-        for each in [file] if not file.is_dir() else file.glob("consolidated.*.pth"):
-            open_file(each).close()
+        for part in [file] if not file.is_dir() else file.glob("consolidated.*.pth"):
+            open_file(part).close()
         yield
 
 
@@ -150,7 +150,7 @@ def _byte_bpe(file: Path) -> tuple[str, dict[str, Any]] | None:
     if about.get("model") != "gpt2" or about.get("pre", "gpt-2") not in GGUF_WORDS:
         return None
     tokens, words = about["tokens"], GGUF_WORDS[about.get("pre", "gpt-2")]
-    merges = [tuple(each.split(" ")) for each in about["merges"]]
+    merges = [tuple(merge.split(" ")) for merge in about["merges"]]
     vocab = {token: n for n, token in enumerate(tokens)}
     if any(len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys() for pair in merges):
         raise ValueError("its merges are not those of its tokens")
@@ -262,6 +262,6 @@ def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def _joined(parts: list[dict[str, Any]], key: str, axis: int, heads: int | None, rows: slice) -> np.ndarray:
-    found = [part[key].float().numpy() for part in parts]
-    values = found[0] if found[0].ndim == 1 else np.concatenate(found, axis)
+    arrays = [part[key].float().numpy() for part in parts]
+    values = arrays[0] if arrays[0].ndim == 1 else np.concatenate(arrays, axis)
     return (rearrange(values, HALVES_TO_NEIGHBOURS, H=heads, two=2) if heads else values)[rows]

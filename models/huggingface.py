@@ -138,7 +138,7 @@ def require_tensors(path: str, tensors: dict[str, Tensor], rows: dict[str, dict[
 
 def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> LazyArray:
     """A weight, in float32; its chunks are published tensors, or rows of one."""
-    leading = [max(each) + 1 for each in zip(*rows)]
+    leading = [max(numbers) + 1 for numbers in zip(*rows)]
     row = next(iter(rows.values()))
     inner = list(row.sizes.values())
     chunk = [1] * len(leading) + inner
@@ -156,7 +156,7 @@ def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> La
 
 
 def weights_in(checkpoint: Checkpoint) -> dict[str, LazyArray]:
-    return {name: each for name, each in checkpoint.arrays.items() if name.lstrip(".").startswith("weights")}
+    return {name: array for name, array in checkpoint.arrays.items() if name.lstrip(".").startswith("weights")}
 
 
 def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str, LazyArray]:
@@ -165,13 +165,13 @@ def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str,
     def product(array: LazyArray, factor: float) -> LazyArray:
         return array.changed(lambda values, _: values * np.float32(factor))
 
-    return {name: product(each, factors[name]) if name in factors else each for name, each in arrays.items()}
+    return {name: product(array, factors[name]) if name in factors else array for name, array in arrays.items()}
 
 
 def averaged(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint with the average of its weights in their place, if it has one."""
     arrays = checkpoint.arrays
-    averages = {name: arrays.get(re.sub("^weights", "ema", name), each) for name, each in arrays.items()}
+    averages = {name: arrays.get(re.sub("^weights", "ema", name), array) for name, array in arrays.items()}
     return dataclasses.replace(checkpoint, arrays=averages)
 
 
@@ -301,12 +301,12 @@ def with_base(source: Source, pool: Executor) -> Source:
         raise RunError(f"{saved.path} was trained from other weights than those that are now in {path}")
     scale = lora["alpha"] / lora["rank"] if lora["rank"] else 0.0
     shapes = jax.eval_shape(functools.partial(source.family.init, source.model), np.uint32(0))
-    found = adapters.saved_in(saved, adapters.places(source.family, shapes), pool)
+    trained = adapters.saved_in(saved, adapters.places(source.family, shapes), pool)
     arrays = weights_in(base.checkpoint) | {
-        name: each for name, each in saved.arrays.items() if name in base.checkpoint.arrays
+        name: array for name, array in saved.arrays.items() if name in base.checkpoint.arrays
     }
-    arrays = adapters.merged(arrays, found, scale)
-    return dataclasses.replace(source, checkpoint=dataclasses.replace(saved, arrays=arrays), adapters=found)
+    arrays = adapters.merged(arrays, trained, scale)
+    return dataclasses.replace(source, checkpoint=dataclasses.replace(saved, arrays=arrays), adapters=trained)
 
 
 def fingerprint(source: Source, pool: Executor) -> str:
@@ -392,7 +392,7 @@ def require_same(source: Source, model: Any) -> None:
     theirs, ours = as_tree(source.model), as_tree(model)
     ours |= as_family(ours)[1]
     is_family = dataclasses.is_dataclass(source.model)
-    defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
+    defaults = {field.name: as_tree(field.default) for field in dataclasses.fields(source.model)} if is_family else {}
     problems = []
     for key, value in theirs.items():
         if key in (*SETTINGS, "logits_scale") or (key == "tied" and key not in ours):
@@ -421,8 +421,8 @@ def restored(source: Source, model: Any, like: Any, pool: Executor, *, is_part: 
     arrays = scaled(weights_in(source.checkpoint), rescaled(source, getattr(model, "logits_scale", 1.0)))
     if getattr(source.model, "tied", False) and not hasattr(model, "tied"):
         arrays["weights/unembed"] = arrays["weights/embed"]
-    arrays = {name: each for name, each in arrays.items() if name in dtypes or not is_part}
-    arrays = {name: each.changed(lambda w, _: w, dtypes.get(name)) for name, each in arrays.items()}
+    arrays = {name: array for name, array in arrays.items() if name in dtypes or not is_part}
+    arrays = {name: array.changed(lambda w, _: w, dtypes.get(name)) for name, array in arrays.items()}
     return restore(dataclasses.replace(source.checkpoint, arrays=arrays), like, pool)["weights"]
 
 

@@ -311,10 +311,10 @@ def scanned(layer: Callable, model: Any, x: jax.Array, stack: Any, in_use: Calla
 
     @functools.partial(explicit_activation_checkpointing, names=names, on_host=how.kept == 'on_host')
     def one(x, of_layer):
-        given, window, number = of_layer
+        parts, window, number = of_layer
         drop = None if number is None else how.dropout.of_layer(number)
         M = 'M/t' if drop is None else Residual(drop)
-        x, _, routing = layer(model, x, in_use(*given), *calls(window, drop), M)
+        x, _, routing = layer(model, x, in_use(*parts), *calls(window, drop), M)
         return x, routing
 
     return lax.scan(one, x, stack, unroll=how.unroll)
@@ -472,8 +472,8 @@ def loss_sum(
         return shardops.sum_unreduced(f'B/b L/c {owed} -> +b +c {owed}', loss * weight)
 
     # Each device's own positions in chunks; the config's mesh says how many.
-    own = batch.targets.shape[1] // along_c.devices
-    chunks = own // max(size for size in range(1, train.LOSS_CHUNK + 1) if own % size == 0)
+    length = batch.targets.shape[1] // along_c.devices
+    chunks = length // max(size for size in range(1, train.LOSS_CHUNK + 1) if length % size == 0)
 
     def in_chunks(part, M=''):
         return jnp.moveaxis(shardops.regroup(f'B/b L/c{M} -> B/b chunks P/c{M}', part, chunks=chunks), 1, 0)

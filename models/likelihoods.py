@@ -104,7 +104,7 @@ def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
     places: Places = [[]] * len(pairs)
     used = room
     for number, ((*before, last), indices) in enumerate(of_context.items(), 1):
-        need, is_read = min(len(before) + sum(len(pairs[each][1]) for each in indices), room), False
+        need, is_read = min(len(before) + sum(len(pairs[index][1]) for index in indices), room), False
         for nth, index in enumerate(indices, 1):
             after = pairs[index][1]
             if used + (len(after) if is_read else need) > room:

@@ -60,9 +60,9 @@ def of_targets(unembed, cap: float | None, x: jax.Array, targets: u32['B/b L']) 
     x: act['B/b L M'] = shardops.all_gather('B/b L/c M -> B/b L M', x)
     # Positions whose logits are in memory at once, 4V/t bytes each.
     chunk = max(size for size in range(1, train.LOSS_CHUNK + 1) if x.shape[1] % size == 0)
-    x, targets = [rearrange(each, 'B (chunk L) ... -> chunk B L ...', L=chunk) for each in (x, targets)]
-    _, found = lax.scan(lambda _, part: (None, of_chunk(*part)), None, (x, targets))
-    return tuple(rearrange(each, 'chunk B L -> B (chunk L)') for each in found)
+    x, targets = [rearrange(values, 'B (chunk L) ... -> chunk B L ...', L=chunk) for values in (x, targets)]
+    _, chunks = lax.scan(lambda _, part: (None, of_chunk(*part)), None, (x, targets))
+    return tuple(rearrange(values, 'chunk B L -> B (chunk L)') for values in chunks)
 
 
 @typed
@@ -77,11 +77,11 @@ def through(family, model, weights, ends, rows: ReadRows):
     position = jnp.cumsum(rows.segment > 0, axis=1, dtype=jnp.int32) - 1
     position = jnp.maximum(position, 0)  # in a row of padding
     tokens, kinds, places = map(ALONE.part, (rows.tokens, rows.kinds, position))
-    given = (kinds,) if family.KIND == 'encoder' else ()
-    x = family.embed(model, ends, tokens, places, 'M/t', *given)
+    inputs = (kinds,) if family.KIND == 'encoder' else ()
+    x = family.embed(model, ends, tokens, places, 'M/t', *inputs)
     stack = (weights.transformer,), family.mask(model).by_layer(), None
-    given = rows.segment, position, layers.FORWARD, ALONE
-    return layers.through(family, model, x, stack, family.gather_layer, *given)[0]
+    inputs = rows.segment, position, layers.FORWARD, ALONE
+    return layers.through(family, model, x, stack, family.gather_layer, *inputs)[0]
 
 
 @typed
@@ -89,8 +89,8 @@ def predicted(family, model, weights, rows: ReadRows) -> tuple[f32['B/b L'], i32
     """`of_targets` for a family with an encoder."""
     ends = family.gather_ends(weights)
     if family.KIND == 'both':
-        given = rows.read, rows.read_segment, rows.tokens, rows.segment
-        x = family.hidden(model, weights, *given, ends=ends)
+        pair = rows.read, rows.read_segment, rows.tokens, rows.segment
+        x = family.hidden(model, weights, *pair, ends=ends)
     else:
         x = layers.ended(family, model, ends, through(family, model, weights, ends, rows))
     return of_targets(ends.unembed, family.mask(model).logits_cap, x, rows.targets)
@@ -140,14 +140,14 @@ class Reader:
             return shardops.all_gather('B/b M -> B M', embedded(family, model, weights, rows, pool))
 
         self.functions = {'predict': predict, 'embed': embed}
-        self.compiled = functools.cache(lambda which, **given: jax.jit(self.mapped(which, **given)))
+        self.compiled = functools.cache(lambda which, **settings: jax.jit(self.mapped(which, **settings)))
 
     def take(self, weights: Any) -> None:
         """Replaces the weights; None: holds none until the next call."""
         self.weights = weights
 
-    def mapped(self, which: str, **given: Any) -> typed_shard_map:
-        return typed_shard_map(functools.partial(self.functions[which], **given))
+    def mapped(self, which: str, **settings: Any) -> typed_shard_map:
+        return typed_shard_map(functools.partial(self.functions[which], **settings))
 
     def predict(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """rows: the fields of `ReadRows` in order; their number is a multiple of the devices that share them."""
@@ -158,7 +158,7 @@ class Reader:
 
     def _placed(self, rows: Sequence[np.ndarray]) -> Any:
         kinds = np.uint32, np.uint32, np.int32, np.int32, np.uint32, np.int32
-        return placed(ReadRows(*(each.astype(kind) for each, kind in zip(rows, kinds))), self.Rows)
+        return placed(ReadRows(*(values.astype(kind) for values, kind in zip(rows, kinds))), self.Rows)
 
     def fill(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         """The likeliest token at each masked position of each prompt, and its log probability.

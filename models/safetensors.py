@@ -132,9 +132,9 @@ def write(
 def _in_files(sizes: dict[str, int]) -> Iterator[list[str]]:
     """The names in groups of at most SHARD_BYTES, or of one."""
     names, size = [], 0
-    for name, each in sizes.items():
-        if names and size + each > SHARD_BYTES:
+    for name, more in sizes.items():
+        if names and size + more > SHARD_BYTES:
             yield names
             names, size = [], 0
-        names, size = [*names, name], size + each
+        names, size = [*names, name], size + more
     yield names

@@ -112,7 +112,7 @@ def first_distances(buckets: int, max_distance: int) -> list[int]:
     distance = np.arange(exact, max_distance + 1, dtype=np.float32)
     number = np.log(distance / np.float32(exact)) / np.float32(math.log(max_distance / exact))
     number = np.minimum(exact + (number * np.float32(buckets - exact)).astype(np.int32), buckets - 1)
-    return [*range(1, exact), *(exact + int(np.argmax(number >= each)) for each in range(exact, buckets))]
+    return [*range(1, exact), *(exact + int(np.argmax(number >= distance)) for distance in range(exact, buckets))]
 
 
 def bucket_of(model: Model, distance: jax.Array, both_ways: bool) -> jax.Array:
@@ -213,7 +213,7 @@ def _stack(model, name, weights, x, attend, cross, low, how: layers.Options):
     stack = (*of_layers, low), None, how.numbers(*numbers)
 
     def calls(_, drop):
-        return [each and functools.partial(each, drop=drop) for each in (attend, cross)]
+        return [function and functools.partial(function, drop=drop) for function in (attend, cross)]
 
     return layers.scanned(layer, model, x, stack, how.in_use(TABLE), calls, how)[0]
 

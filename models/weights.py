@@ -190,8 +190,8 @@ class Table:
 
         self.Layer = tree_type('Layer', 'At rest.', {x: w.type_at_rest for x, w in self.layer.items()}, optional)
         types = {
-            name: Array[counts.get(name, 'layers'), self.Layer] if name in self.stacks else each.type_at_rest
-            for name, each in table.items()
+            name: Array[counts.get(name, 'layers'), self.Layer] if name in self.stacks else weight.type_at_rest
+            for name, weight in table.items()
         }
         self.Weights = tree_type('Weights', 'At rest.', types, of_ends)
 
@@ -266,11 +266,11 @@ class Table:
     def gather_unembed(self, weights: Any, ends: Any, reduce_dtype: str) -> Any:
         """`Ends.unembed`, of those of `gather_first`. Gathered after the layers, its gradient, 4VM/t bytes, is
         scattered before theirs are computed."""
-        own = getattr(weights, 'unembed', None)
-        if own is None:
+        table_at_rest = getattr(weights, 'unembed', None)
+        if table_at_rest is None:
             return ends.unembed
         with Scope():
-            table = self.ends['unembed'].gathered('unembed', own, reduce_dtype)['unembed']
+            table = self.ends['unembed'].gathered('unembed', table_at_rest, reduce_dtype)['unembed']
         return Biased(table, ends.unembed.bias) if isinstance(ends.unembed, Biased) else table
 
     def _gathered(
@@ -301,7 +301,7 @@ class Table:
                     ours = ours[1:] if len(names) > 1 else ours
                     ours = ours[names[0].count('{}') - 1 :] if stack else ours  # a second {} is the first dim's number
                     key = f'{stack}/{name}' if stack else name
-                    rows[key] = [(each, f'{layout} -> {" ".join(ours)}') for each in names]
+                    rows[key] = [(tensor, f'{layout} -> {" ".join(ours)}') for tensor in names]
         return rows
 
 

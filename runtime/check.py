@@ -92,10 +92,10 @@ def report_check(config: Any, steps: tuple[typed_shard_map, typed_shard_map], st
     mesh, where = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes)), f"on the {mesh_text(axes)}"
     integer, number = (jax.ShapeDtypeStruct((), dtype) for dtype in ("uint32", "float32"))
     arguments = (state, integer, integer, batch), (state.weights, number, number, batch)
-    for step, given in zip(steps, arguments, strict=True):
+    for step, of_step in zip(steps, arguments, strict=True):
         began = time.perf_counter()
         try:
-            proved = step.check(mesh, *given)
+            proved = step.check(mesh, *of_step)
         except ShardingError as error:
             raise RunError(f"{step.name} is refused {where}:\n{error}") from None
         print_line(f"{step.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")

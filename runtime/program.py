@@ -90,7 +90,7 @@ def load(name: str) -> Trainer:
             raise
         raise RunError(f"program = {name}: there is no such module or file; expected {DEFAULT}, say") from error
     offered = ("Config", "State", "TokenBatch", "init_state", "shapes", "mapped_steps", "main")
-    if missing := [each for each in offered if not hasattr(module, each)]:
+    if missing := [name for name in offered if not hasattr(module, name)]:
         raise RunError(f"program = {name}: it is no trainer, since it has no {', '.join(missing)} (runtime/program.py)")
     return module
 
@@ -102,9 +102,9 @@ def resolved(config: Any, trainer: Any) -> Any:
 
 def of_command_line(arguments: Sequence[str]) -> Trainer:
     """The trainer that `program=...` names. Ends the process where there is none: hydra has not started yet."""
-    given = [text.lstrip("+").partition("=")[2] for text in arguments if text.lstrip("+").startswith("program=")]
+    names = [text.lstrip("+").partition("=")[2] for text in arguments if text.lstrip("+").startswith("program=")]
     try:
-        return load(given[-1] if given else DEFAULT)
+        return load(names[-1] if names else DEFAULT)
     except RunError as error:
         sys.exit(f"error: {error}")
 
@@ -156,7 +156,7 @@ def model_parts_of(source: str) -> dict[str, str]:
     while left:
         name = left.pop()
         node = defined[name]
-        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         text = "".join("".join(lines[first - 1 : node.end_lineno]).split())
         parts[name] = hashlib.sha256(text.encode()).hexdigest()[:8]

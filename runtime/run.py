@@ -244,7 +244,7 @@ class Run:
         self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
         if self._is_leader:
             devices = jax.sharding.get_mesh().devices.ravel()
-            joined = [domain(each) for each in devices].count(domain(devices[0]))
+            joined = [domain(device) for device in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
             bound = roofline(ledger, machine, joined) if machine else None
             refuse_beyond_memory(ledger.memory.bytes * len(jax.local_devices()))
@@ -506,7 +506,7 @@ class Run:
         rows_of = [self.data.rows_of(int(step["step"]) - 1) for step in bad]
         first, rows, file = bad[0], rows_of[0], self.folder / "bad_steps.json"
         if self._is_leader:
-            write_whole(file, json.dumps([{**step, "rows": each} for step, each in zip(bad, rows_of)], indent=1))
+            write_whole(file, json.dumps([{**step, "rows": rows} for step, rows in zip(bad, rows_of)], indent=1))
         saved, holds = self._checkpoints.latest(), not_finite(self._state)
         number, last = int(first["step"]), f"the last checkpoint is that after step {saved}"
         raise RunError(

@@ -96,9 +96,9 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     a, b = low_rank(of_w, [name for name in of_w.names if name not in result.names], of_x.names)
     kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
     low = Spec((*kept, Dim("N")), result.pending)
-    some = x if w.drop is None else w.drop(str(of_x), x)
+    dropped = x if w.drop is None else w.drop(str(of_x), x)
     thin = checkpoint_name(
-        shardops.einsum_unreduced(f"{of_x}, {a} -> {low}", some, w.a), SAVED
+        shardops.einsum_unreduced(f"{of_x}, {a} -> {low}", dropped, w.a), SAVED
     )  # spares the product with a
     change = shardops.einsum_unreduced(f"{low}, {b} -> {result}", thin, w.b, x_is_thin=True, **jnp_kwargs)
     return shardops.einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change

@@ -61,10 +61,10 @@ class typed_shard_map:
         names, types, values = self._bind(args, kwargs)
         in_specs = self._global(mesh, names, types, values)
 
-        given = functools.partial(self._body, names, types), axes, values, in_specs
-        proved, functions, gradients = verify(*given)
+        arguments = functools.partial(self._body, names, types), axes, values, in_specs
+        proved, functions, gradients = verify(*arguments)
         if gradients:
-            trace_as_it_runs(*given)
+            trace_as_it_runs(*arguments)
         refuse_unread(functions)
         return proved
 

@@ -225,15 +225,15 @@ def _require_meaning(recipe, planned, operands, options, dtype):
         with contextlib.suppress(NameError):
             lax.axis_size(axis)
             raise ShardingError(f"a jax.vmap(axis_name='{axis}') around it has the name of a mesh axis")
-    given, is_sum = list(map(jnp.result_type, operands)), builtins.any(spec.pending for spec in recipe.results)
-    pending = [before for spec, before in zip(recipe.operands, given) if spec.pending] + [dtype] * is_sum
+    dtypes, is_sum = list(map(jnp.result_type, operands)), builtins.any(spec.pending for spec in recipe.results)
+    pending = [before for spec, before in zip(recipe.operands, dtypes) if spec.pending] + [dtype] * is_sum
     if jnp.bool_ in pending and not planned.calls:
         raise ShardingError("a sum of truth values is none: any, or numbers")
     on_the_way = {name: _element(options[name]) for name in _ON_THE_WAY if options.get(name) is not None}
     for name, other in on_the_way.items():
         if not jnp.issubdtype(other, jnp.inexact):
             raise ShardingError(f"{name} is a float type, not {other}")
-    for spec, before in zip(recipe.operands, given):
+    for spec, before in zip(recipe.operands, dtypes):
         is_term = spec.pending or (is_sum and jnp.issubdtype(before, jnp.inexact))
         for after in (*on_the_way.values(), dtype) if is_term and not planned.calls else ():
             if not sums_stay_sums(before, after):
@@ -981,15 +981,15 @@ def each(axis: str, function, *trees):
             return [dataclasses.replace(state, dims=state.dims[1:])]
         if state.dims[0] != (axis,):
             raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'")
-        own = dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
-        return [dataclasses.replace(state, dims=state.dims[1:], **own)]
+        axes = dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
+        return [dataclasses.replace(state, dims=state.dims[1:], **axes)]
 
     def with_dim(states):
         (state,) = states
         if axis in state.pending:
             raise ShardingError(f"a result is pending over {axis}: reduce it first")
-        own = dict(split=state.split | {axis}, without_dim=state.without_dim - {axis})
-        return [dataclasses.replace(state, dims=((axis,), *state.dims), **own)]
+        axes = dict(split=state.split | {axis}, without_dim=state.without_dim - {axis})
+        return [dataclasses.replace(state, dims=((axis,), *state.dims), **axes)]
 
     def marked(rule, function, x):
         if marks.marking() is None:

@@ -70,9 +70,9 @@ def expanded(names) -> tuple[str, ...]:
 
 def _meaning(text: str, axis: str) -> str:
     """' (b is r d e)', of the groups in a type that contain the axis."""
-    found = [f"{name} is {' '.join(_GROUPS[name])}" for name in re.findall(r"(?<=[/+])\w+", text) if name in _GROUPS]
-    found = [each for each in dict.fromkeys(found) if axis in each.partition(" is ")[2].split()]
-    return f" ({', '.join(found)})" if found else ""
+    meanings = [f"{name} is {' '.join(_GROUPS[name])}" for name in re.findall(r"(?<=[/+])\w+", text) if name in _GROUPS]
+    meanings = [meaning for meaning in dict.fromkeys(meanings) if axis in meaning.partition(" is ")[2].split()]
+    return f" ({', '.join(meanings)})" if meanings else ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def parse_operation(text: str, operands: int, results: int | None = 1) -> Recipe
             f"  fix: write '{text.replace('->', ' ').strip()} -> ...', the result after the arrow"
         )
     parts, after = left.split(","), right.split(",")
-    for what, found, takes in (("operand", len(parts), operands), ("result", len(after), results)):
-        if takes is not None and found != takes:
-            raise ShardingError(f"the string has {found} {what}{'s' * (found != 1)}, the operation takes {takes}")
+    for what, count, takes in (("operand", len(parts), operands), ("result", len(after), results)):
+        if takes is not None and count != takes:
+            raise ShardingError(f"the string has {count} {what}{'s' * (count != 1)}, the operation takes {takes}")
     return Recipe(tuple(parse(part.strip()) for part in parts), tuple(parse(part.strip()) for part in after))

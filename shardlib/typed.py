@@ -81,8 +81,8 @@ def _rewritten(function):
     outer_code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     inner = next(constant for constant in outer_code.co_consts if isinstance(constant, types.CodeType))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    own = {_LOCAL: _check_local, _RETURN: _check_return, _NESTED: _check_call}
-    cells |= {name: types.CellType(value) for name, value in own.items()}
+    checks = {_LOCAL: _check_local, _RETURN: _check_return, _NESTED: _check_call}
+    cells |= {name: types.CellType(value) for name, value in checks.items()}
     closure = tuple(cells[name] for name in inner.co_freevars)
     rewritten = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
     rewritten.__kwdefaults__ = function.__kwdefaults__
@@ -115,11 +115,11 @@ class _Rewrite(ast.NodeTransformer):
         return [self.visit(statement) for statement in (*node.body, last)]
 
     def visit_FunctionDef(self, node):
-        if any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node)):
+        if any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node)):
             return node  # a generator: annotations of arrays on it are refused as unread
         _read.add((self.file, node.lineno))
         node.body = self.body(node)
-        node.decorator_list = [each for each in node.decorator_list if ast.unparse(each).rpartition(".")[2] != "typed"]
+        node.decorator_list = [item for item in node.decorator_list if ast.unparse(item).rpartition(".")[2] != "typed"]
         node.decorator_list.append(ast.copy_location(ast.Name(_NESTED, ast.Load()), node))
         return node
 
@@ -160,12 +160,12 @@ def _check_call(function):
     def call(*args, **kwargs):
         with Scope():
             bound = signature.bind(*args, **kwargs)
-            given = set(bound.arguments)
+            passed = set(bound.arguments)
             bound.apply_defaults()
             for name, value in bound.arguments.items():
                 if annotations[name] is inspect.Parameter.empty:
                     continue
-                if name not in given and (value is None or not holds_arrays(annotations[name])):
+                if name not in passed and (value is None or not holds_arrays(annotations[name])):
                     continue  # `size: int = None` is nobody's mistake
                 kind, what = signature.parameters[name].kind, f"argument {name} of {place}"
                 if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -215,8 +215,8 @@ def _definitions(file: str) -> dict[int, ast.FunctionDef]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # no Python: a notebook's cell, a template
         return {}
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {line: node for node in found for line in (node.lineno, *(each.lineno for each in node.decorator_list))}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {line: node for node in nodes for line in (node.lineno, *(item.lineno for item in node.decorator_list))}
 
 
 def _annotations(node: ast.FunctionDef):
@@ -238,6 +238,6 @@ def _says_sharding(annotation: ast.AST) -> bool:
         isinstance(node, ast.Subscript)
         and isinstance(node.value, (ast.Name, ast.Attribute))
         and ast.unparse(node.value).rpartition(".")[2] != "Literal"
-        and any(isinstance(each, ast.Constant) and isinstance(each.value, str) for each in ast.walk(node.slice))
+        and any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in ast.walk(node.slice))
         for node in ast.walk(annotation)
     )

@@ -217,7 +217,7 @@ def test_mutants_are_refused(first, tmp_path, monkeypatch, record_property):
 
     def check_pipeline(path, source):
         module = module_of(path, source)
-        for name in ('dealt_out', 'collected', 'own_rows', 'all_rows', 'microbatch', 'from_last', 'pipelined'):
+        for name in ('dealt_out', 'collected', 'stage_rows', 'all_rows', 'microbatch', 'from_last', 'pipelined'):
             monkeypatch.setattr(pipeline, name, getattr(module, name))
         return check(path.with_name('train_any.py'), any_, (DEEP_MIXTURE,))
 

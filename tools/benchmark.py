@@ -181,7 +181,7 @@ def table(lines: list[Line]) -> Table:
         *("tokens_per_s", "step_time_s", "step_time_spread_s", "step_cpu_s", "compile_s", "predicted_step_time_s"),
         *("mfu", "mfu_6nd", "peak_memory_bytes"),
     )
-    rows = [(each["config"], "×".join(map(str, each["mesh"].values())), *map(each.get, keys)) for each in lines]
+    rows = [(line["config"], "×".join(map(str, line["mesh"].values())), *map(line.get, keys)) for line in lines]
     return Table("A step, the median of those that were timed", COLUMNS, rows)
 
 

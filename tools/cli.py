@@ -15,12 +15,12 @@ from pathlib import Path
 
 def programs() -> dict[str, str]:
     """Each subcommand's module: those at the top, and all of tools/ that say in their first lines how they are run."""
-    found = {name: name for name in ("train", "train_any")}
+    modules = {name: name for name in ("train", "train_any")}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         path = Path(__file__).with_name(f"{module.name}.py")
         if f"python -m tools.{module.name}" in path.read_text()[:1000] and module.name != "cli":
-            found[module.name] = f"tools.{module.name}"
-    return found
+            modules[module.name] = f"tools.{module.name}"
+    return modules
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ class Compare:
 
 
 def main(config: Compare) -> None:
-    if all(each.endswith(".json") for each in config.runs):
+    if all(path.endswith(".json") for path in config.runs):
         lines = [line for other in config.runs[1:] for line in costs(config.runs[0], other)]
         print("\n".join(lines) if lines else "The ledgers say the same.")
         sys.exit(bool(lines))
@@ -75,9 +75,9 @@ def main(config: Compare) -> None:
     for run in runs[1:]:
         if changed.rows and changed.rows[0][0] == PROGRAM:
             print_line(f"The programs: diff -u {runs[0].folder}/program.py {run.folder}/program.py")
-        if found := changed_costs.get(run.name):
+        if changes := changed_costs.get(run.name):
             print_line(f"A step costs, {runs[0].name} -> {run.name} (the page has the lines of the source):")
-            print_line("\n".join(found[found.index(ALL) + 1 :] if ALL in found else ["    in all the same"]))
+            print_line("\n".join(changes[changes.index(ALL) + 1 :] if ALL in changes else ["    in all the same"]))
     for problem in damaged:
         print_error(problem, "left out")
     print_line(f"Curves: {page}")
@@ -105,7 +105,7 @@ def differences(runs: list[Recorded]) -> Table:
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
     values = {PROGRAM: [hashed(run.program) for run in runs]}
     values |= {key: [as_yaml(run.config[key]) if key in run.config else None for run in runs] for key in keys}
-    rows = [(key, *each) for key, each in values.items() if any(value != each[0] for value in each)]
+    rows = [(key, *of_runs) for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)]
     return Table("Configuration that differs", dict.fromkeys(["key", *(run.name for run in runs)], ""), rows)
 
 
@@ -138,7 +138,7 @@ def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
     for step in sorted(tables[0].keys() | tables[1].keys()):
         values = [table.get(step, {}) for table in tables]
         for name in dict.fromkeys([*values[0], *values[1]]):
-            pair = [each.get(name, "nothing") for each in values]
+            pair = [of_run.get(name, "nothing") for of_run in values]
             difference = _difference(*pair)
             if difference > tolerance:
                 by = f", a relative difference of {difference:.2g}" if math.isfinite(difference) else ""

@@ -115,10 +115,10 @@ def copy_tokenizer(folder: Path, to: Path) -> None:
     """The tokenizer's own files where they are; else those that a GGUF file or a run's record of it make."""
     to.mkdir(parents=True, exist_ok=True)
     if folder.suffix == ".gguf":
-        found = gguf_tokenizer(folder)
-        if found is None:
+        contents = gguf_tokenizer(folder)
+        if contents is None:
             return print_error(f"the tokenizer in {folder} is of a kind that is not converted", "note")
-        return write_tokenizer(to, *found)
+        return write_tokenizer(to, *contents)
     for file in [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.name != RECORD]:
         (to / file.name).write_bytes(read_bytes(file))
     tokenizer = kept_tokenizer(folder)
@@ -146,7 +146,7 @@ def ends_of(source: Source) -> dict[str, int | None]:
 def count(source: Source) -> int:
     """How many parameters the weights have."""
     return sum(
-        math.prod(each.shape) for name, each in source.checkpoint.arrays.items() if "weights" in name.partition("/")[0]
+        math.prod(x.shape) for name, x in source.checkpoint.arrays.items() if "weights" in name.partition("/")[0]
     )
 
 

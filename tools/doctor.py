@@ -57,11 +57,11 @@ def main(config: Any) -> None:
     """Prints rows as they come. Of several processes each measures, since collectives need all, and all but the first
     print only what is wrong with their own host."""
     wrong = []
-    for part, found, fix in rows(config):
+    for part, state, fix in rows(config):
         if fix:
             wrong.append(part)
         if fix or jax.process_index() == 0:
-            text = [f"{'WRONG' if fix else 'ok':6} {part:25} {found}", f"{'':33}fix: {fix}"][: 1 + bool(fix)]
+            text = [f"{'WRONG' if fix else 'ok':6} {part:25} {state}", f"{'':33}fix: {fix}"][: 1 + bool(fix)]
             for line in text:
                 print(textwrap.fill(line, 120, subsequent_indent=" " * 33, break_on_hyphens=False), flush=True)
     if wrong:
@@ -107,11 +107,11 @@ def packages(trackers: tuple[str, ...]) -> Row:
         for name in ("cpu", "trackers")
     )
     needed |= {package: optional[package] for package, *_ in map(PACKAGES.__getitem__, trackers)}
-    missing, found = [], [f"python {platform.python_version()}, {sys.executable}"]
+    missing, versions = [], [f"python {platform.python_version()}, {sys.executable}"]
     for name, pin in needed.items():
         try:
             if (version := metadata.version(name)) != pin:
-                found.append(f"{name} {version}, not the tested {pin}: it may work")
+                versions.append(f"{name} {version}, not the tested {pin}: it may work")
         except metadata.PackageNotFoundError:
             missing.append(f"{name}=={pin}")
     if missing:
@@ -120,7 +120,7 @@ def packages(trackers: tuple[str, ...]) -> Row:
             f"{', '.join(missing)}: not installed, which this run needs",
             f"pip install {' '.join(missing)}",
         )
-    return "packages", "; ".join(found), ""
+    return "packages", "; ".join(versions), ""
 
 
 def all_reduces(mesh: Mesh) -> Iterator[Row]:

@@ -51,7 +51,7 @@ def texts_of(path: str) -> list[list[str]]:
         except (ValueError, TypeError, KeyError, RecursionError):
             content = None
         parts = [content] if isinstance(content, str) else content
-        if not isinstance(parts, list) or len(parts) not in (1, 2) or not all(isinstance(each, str) for each in parts):
+        if not isinstance(parts, list) or len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
             raise RunError(f"{path}, line {number}: expected an object whose field text is a text, or a list of two")
         texts.append(parts)
     return texts
@@ -63,7 +63,7 @@ def ids_of(ready: ReadyModel, parts: Sequence[str]) -> tuple[list[int], int]:
     if len(parts) > 1 and getattr(ready.source.model, "kinds", 1) < 2:
         raise RunError("two texts are for models that know pairs (BERT): expected one")
     first = [*ready.start, *ready.encoded(parts[0]), *ready.end]
-    ids = first + [each for part in parts[1:] for each in (*ready.encoded(part), *ready.end)]
+    ids = first + [token for part in parts[1:] for token in (*ready.encoded(part), *ready.end)]
     if not 0 < len(ids) <= ready.length:
         raise RunError(f"{parts[0][:40]!r}: {len(ids)} tokens, expected 1 to {ready.length}: shorten it")
     return ids, len(first)
@@ -85,15 +85,15 @@ def main(config: Embed) -> None:
     with jax.set_mesh(start_mesh(config)):
         texts = from_first(begin)
         ready = ready_model(config, is_read=True)
-        given = [ids_of(ready, parts) for parts in texts]
-        vectors = np.zeros((len(given), ready.source.model.d_model), np.float32)
-        for start in progress(range(0, len(given), config.rows), unit=" batches", disable=not is_first()):
-            some = given[start : start + config.rows]
-            room = -(-max(len(ids) for ids, _ in some) // SLOTS) * SLOTS
-            rows = batch_of([ids for ids, _ in some], min(room, ready.length), config.rows)
-            for kinds, (ids, first) in zip(rows[3], some):
+        encoded = [ids_of(ready, parts) for parts in texts]
+        vectors = np.zeros((len(encoded), ready.source.model.d_model), np.float32)
+        for start in progress(range(0, len(encoded), config.rows), unit=" batches", disable=not is_first()):
+            batch = encoded[start : start + config.rows]
+            room = -(-max(len(ids) for ids, _ in batch) // SLOTS) * SLOTS
+            rows = batch_of([ids for ids, _ in batch], min(room, ready.length), config.rows)
+            for kinds, (ids, first) in zip(rows[3], batch):
                 kinds[first : len(ids)] = 1
-            vectors[start : start + config.rows] = ready.generator.embed(rows, config.pool)[: len(some)]
+            vectors[start : start + config.rows] = ready.generator.embed(rows, config.pool)[: len(batch)]
     if config.is_unit:
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     if not is_first():

@@ -168,7 +168,7 @@ class SharedSlots:
         return self
 
     def admit(self, texts: Mapping[int, tuple[list[int], Drawing]]) -> None:
-        names = [each.name for each in fields(Drawing)]  # a request has other fields besides
+        names = [field.name for field in fields(Drawing)]  # a request has other fields besides
         rows = [(row, ids, {name: getattr(how, name) for name in names}) for row, (ids, how) in texts.items()]
         self.calls.lead("admit", rows)
 

@@ -54,7 +54,7 @@ class Generate(Writing, OnFewerBytes):
 # == Prompts =================================================================================================
 def check_filling(config: Generate) -> None:
     """Raises RunError for a key that only models that write text have."""
-    for key in (each.name for each in fields(Generate)):
+    for key in (field.name for field in fields(Generate)):
         if key not in FILLING and getattr(config, key) != getattr(Generate, key):
             raise RunError(f"{key}: {config.model} fills in masked tokens and writes nothing: leave it out")
     if all(getattr(config, key) is None for key in ("prompt", "prompt_ids", "input")):
@@ -123,7 +123,7 @@ def finished(file: Path) -> dict[tuple[int, int], list[int]]:
         *lines, cut = read_bytes(file, MOST_BYTES).split(b"\n") if os.path.lexists(file) else [b""]
         file.open("ab").close()
         try:
-            done = {(each["prompt_number"], each["sample"]): each["prompt_ids"] for each in map(json.loads, lines)}
+            done = {(line["prompt_number"], line["sample"]): line["prompt_ids"] for line in map(json.loads, lines)}
             is_ours = cut[: len(beginning)] == beginning[: len(cut)]
         except (ValueError, TypeError, KeyError, RecursionError):
             is_ours = False
@@ -166,12 +166,12 @@ def main(config: Generate) -> None:
             check_filling(config)
         if config.chat and not keys:
             return converse(ready, config)
-        given = from_first(lambda: prompts_of(config))
-        config = as_chat(ready, config) if any(map(is_chat, given)) else config
+        inputs = from_first(lambda: prompts_of(config))
+        config = as_chat(ready, config) if any(map(is_chat, inputs)) else config
         prompts = []
-        for number, each in enumerate(given, 1):
+        for number, prompt in enumerate(inputs, 1):
             try:
-                prompts.append(ready.ids_of(each))
+                prompts.append(ready.ids_of(prompt))
             except (ChatError, RunError) as error:
                 raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
         if (longest := max(map(len, prompts)) + (0 if is_filled else config.tokens)) > ready.length:
@@ -195,7 +195,7 @@ def write_all(
 ) -> None:
     """The texts that are not done, a batch of rows after the other, in the order of the prompts."""
     numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
-    left = [each for each in numbered if each not in done]
+    left = [pair for pair in numbered if pair not in done]
     # A single text is shown as it grows.
     grows = len(numbered) == 1 and config.output == "text" and file is None
 
@@ -208,17 +208,17 @@ def write_all(
 
     with progress(total=len(numbered), initial=len(done), unit=" texts", disable=file is None or not is_first()) as bar:
         for start in range(0, len(left), config.rows):
-            some = left[start : start + config.rows]
-            given = [prompts[number] for number, _ in some]
-            for each, text in zip(some, write(ready, config, given, [sample for _, sample in some], show)):
-                record = record_of(config, *each, prompts[each[0]], text)
+            batch = left[start : start + config.rows]
+            of_batch = [prompts[number] for number, _ in batch]
+            for pair, text in zip(batch, write(ready, config, of_batch, [sample for _, sample in batch], show)):
+                record = record_of(config, *pair, prompts[pair[0]], text)
                 if file is not None:
                     append(file, record)
                 elif config.output == "text":
                     say("" if grows else printable(text.shown))
                 else:
                     say(json.dumps(record) if config.output == "jsonl" else " ".join(map(str, text.ids)))
-            bar.update(len(some))
+            bar.update(len(batch))
 
 
 if __name__ == "__main__":

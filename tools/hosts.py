@@ -63,10 +63,10 @@ class Calls:
     def __init__(self, **functions: Callable):
         self.functions = functions
 
-    def lead(self, name: str, *given: Any) -> Any:
+    def lead(self, name: str, *arguments: Any) -> Any:
         """The first process's call."""
-        shared([name, *given])
-        return self.functions[name](*given)
+        shared([name, *arguments])
+        return self.functions[name](*arguments)
 
     def follow(self, *outlives: type[Exception]) -> None:
         """Repeats the first process's calls until its `end`.
@@ -75,9 +75,9 @@ class Calls:
           outlives: what a call may raise, since it raises it on the first process too, which goes on.
         """
         while (call := shared()) is not None:
-            name, *given = call
+            name, *arguments = call
             with suppress(*outlives):
-                self.functions[name](*given)
+                self.functions[name](*arguments)
 
     def end(self) -> None:
         """After the first process's last call."""

@@ -51,11 +51,11 @@ def main(config: InspectDataset) -> None:
     names = ["train", "validation"] if config.verify or "validation" in dataset else ["train"]
     for name in [config.split] if config.split else names:
         print_line(f"\n{name}")
-        found = violations(where, name, tokenizer) if config.verify else []
-        for text, count in found:
+        faults = violations(where, name, tokenizer) if config.verify else []
+        for text, count in faults:
             print_line(wrapped(f"  {text}" + (f"; so are {count - 1:,} more" if count > 1 else "")))
             wrong += count
-        if not found:  # else what is said of it may be wrong
+        if not faults:  # else what is said of it may be wrong
             split = open_split(where, name, resident_bytes=0)
             print_attributes(dataset[name])
             describe(split, tokenizer, config.samples)
@@ -119,13 +119,13 @@ def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple
         split = open_split(where, name, resident_bytes=0)
     except RunError as error:
         return [(str(error), 1)]
-    found: dict[str, tuple[str, int]] = {}
+    faults: dict[str, tuple[str, int]] = {}
 
     def note(what: str, wrong: np.ndarray, *values: np.ndarray) -> None:
         """what: takes the index of the first that is wrong, and its values."""
         if len(wrong):
-            text, count = found.get(what, (what.format(wrong[0], *(each[0] for each in values)), 0))
-            found[what] = text, count + len(wrong)
+            text, count = faults.get(what, (what.format(wrong[0], *(array[0] for array in values)), 0))
+            faults[what] = text, count + len(wrong)
 
     def chunks(name: str, array: Any) -> Iterator[tuple[int, np.ndarray]]:
         """Where each chunk begins, and its values."""
@@ -134,7 +134,7 @@ def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple
             try:
                 yield start, read(array, start, stop, f"{name} of {split.where}")
             except RunError as error:
-                found[str(error)] = str(error), 1
+                faults[str(error)] = str(error), 1
 
     for name in ("max_token_id", "bos_id"):
         if tokenizer is not None and (value := getattr(split, name)) >= tokenizer.vocab:
@@ -163,7 +163,7 @@ def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple
         for start, weights in chunks(split.targets, split.weight):
             wrong = np.flatnonzero(~is_weight(weights))
             note(f"{split.targets}[{{}}] is {{}}, expected {WEIGHT}", start + wrong, weights[wrong])
-    return list(found.values())
+    return list(faults.values())
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequ
         *(sendings.text() if sendings.rows else ["Nothing is sent."]),
         "",
         "Assumed:",
-        *(f"- {each}" for each in roofline.ASSUMPTIONS),
+        *(f"- {line}" for line in roofline.ASSUMPTIONS),
         f"Figures of one device: {machine.source}." if machine.source else "No hardware is given: no times.",
     ]
 

@@ -61,5 +61,5 @@ def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     family: Any = source.family
     ledger = of_step(traced, mesh, source=family.__file__, tokens=config.rows)
     cache: Any = traced.args_info[0][1]
-    held = sum(math.prod(each.shape) * each.dtype.itemsize for each in (cache.k, cache.v, cache.memory) if each)
+    held = sum(math.prod(array.shape) * array.dtype.itemsize for array in (cache.k, cache.v, cache.memory) if array)
     return ledger, held // ledger.devices

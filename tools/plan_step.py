@@ -62,17 +62,17 @@ def machine_of(config: Any) -> hardware.Hardware:
     """The figures of the plan's device. Raises RunError for a name that is not known."""
     if config.hardware is None:
         return hardware.Hardware(None, None, None)
-    for own in config.own_hardware:
-        if own.name == config.hardware:
-            figures = {key: value for key, value in vars(own).items() if key != "name"}
-            return hardware.Hardware(**figures, source=f"own_hardware {own.name}")
-    found = hardware.named(config.hardware)
-    if found is None:
+    for described in config.own_hardware:
+        if described.name == config.hardware:
+            figures = {key: value for key, value in vars(described).items() if key != "name"}
+            return hardware.Hardware(**figures, source=f"own_hardware {described.name}")
+    machine = hardware.named(config.hardware)
+    if machine is None:
         raise RunError(
             f"{config.origins.of('hardware')}: hardware = {config.hardware}: expected one of "
             f"{', '.join(hardware.NAMES)}; or give own_hardware=[{{name: {config.hardware}, peak_flops_per_s: ...}}]"
         )
-    return found
+    return machine
 
 
 def with_kernel(config: Any, machine: hardware.Hardware) -> Any:

@@ -67,10 +67,10 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
     devices = math.prod(vars(config.mesh).values())
     if config.hosts is not None:
         devices = config.hosts * config.devices_per_host
-    found, refusal = choices(config, machine, devices)
-    if not found:
+    candidates, refusal = choices(config, machine, devices)
+    if not candidates:
         raise RunError(f"no mesh of {devices} devices can be: {refusal}")
-    best, notes = table(config, devices, found), [*roofline.ASSUMPTIONS, *NOTES]
+    best, notes = table(config, devices, candidates), [*roofline.ASSUMPTIONS, *NOTES]
     print("\n".join([*best.text(), *map(wrapped, [f"Refused: {refusal}."] * bool(refusal)), "", "Assumed:"]))
     print("\n".join(wrapped(f"- {note}") for note in notes))
     if config.folder is not None:
@@ -83,22 +83,22 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
         print(f"{config.folder}: sweep.html")
 
 
-def table(config: Any, devices: int, found: list[Choice]) -> Table:
+def table(config: Any, devices: int, ranked: list[Choice]) -> Table:
     """A row for each choice, in order; memory and times have their parts."""
-    tokens, axes = config.training.tokens, [axis for axis in found[0].mesh if any(x.mesh[axis] > 1 for x in found)]
-    longest = max(each.estimate.step_alone_s or 0 for each in found)
-    most = max(found[0].estimate.hardware.hbm_bytes or 0, *(each.memory_bytes for each in found))
-    columns = dict.fromkeys(axes, "count") | {HEADINGS.get(key, key): "" for key in found[0].keys} | COLUMNS
+    tokens, axes = config.training.tokens, [axis for axis in ranked[0].mesh if any(x.mesh[axis] > 1 for x in ranked)]
+    longest = max(choice.estimate.step_alone_s or 0 for choice in ranked)
+    most = max(ranked[0].estimate.hardware.hbm_bytes or 0, *(choice.memory_bytes for choice in ranked))
+    columns = dict.fromkeys(axes, "count") | {HEADINGS.get(key, key): "" for key in ranked[0].keys} | COLUMNS
     rows = []
-    for each in found:
-        estimate = each.estimate
+    for choice in ranked:
+        estimate = choice.estimate
         overlapped = {phase.name: phase.overlapped_s or 0 for phase in estimate.phases}
         alone = {phase.name: phase.alone_s or 0 for phase in estimate.phases}
         rows.append((
-            *(each.mesh[axis] for axis in axes), *map(str, each.keys.values()), contents.held(each.ledger, most),
+            *(choice.mesh[axis] for axis in axes), *map(str, choice.keys.values()), contents.held(choice.ledger, most),
             Bar(estimate.step_s, overlapped, longest), estimate.mfu,
             Bar(estimate.step_alone_s, alone, longest), estimate.mfu_alone,
-            (estimate.bound or "n/a") + ", does not fit" * (not each.fits),
+            (estimate.bound or "n/a") + ", does not fit" * (not choice.fits),
         ))  # fmt: skip
     caption = (
         f"{config.paths.model_name} on {devices:,} × {config.hardware}, {tokens.batch:,} × {tokens.len:,} tokens; the "
@@ -113,21 +113,21 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
     Each way that it looks at gets a ledger. It begins with as many devices as there can be along each axis, and then
     looks at the neighbours of the best way so far, until COUNTED ways have a ledger.
     """
-    own, options, refusal = vars(config.mesh), kept(config), ""
+    start, options, refusal = vars(config.mesh), kept(config), ""
     axes = searched(config)
-    others = {axis: math.prod(own.values()) // own[axis] for axis in axes}
-    meshes = [own | {axis: devices // others[axis]} for axis in axes if devices % others[axis] == 0]
+    others = {axis: math.prod(start.values()) // start[axis] for axis in axes}
+    meshes = [start | {axis: devices // others[axis]} for axis in axes if devices % others[axis] == 0]
     starts = (filled(config, axes[index:] + axes[:index], devices) for index in range(len(axes)))
     meshes += [mesh for mesh in starts if math.prod(mesh.values()) == devices]
     # The order of the way that each is a neighbour of, the way, and with how many microbatches to begin.
     waiting: list[tuple[Order, Mesh, Keys, int]] = [
         ((False, 0.0), mesh, keys, 1) for mesh in meshes for keys in options
     ]
-    found: list[Choice] = []
+    counted: list[Choice] = []
     seen = set()
     with progress(desc=f"{devices} devices: ", total=COUNTED, leave=False) as bar:
-        while waiting and len(found) < COUNTED:
-            waiting.sort(key=lambda each: each[0])
+        while waiting and len(counted) < COUNTED:
+            waiting.sort(key=lambda entry: entry[0])
             _, mesh, keys, count = waiting.pop(0)
             if (way := (*mesh.values(), *keys.values())) in seen:
                 continue
@@ -138,19 +138,19 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
             except RunError as error:
                 refusal = refusal or f"{mesh_text(mesh)}: {error}".partition("\n")[0]
                 continue
-            found.append(choice)
+            counted.append(choice)
             count = choice.keys["microbatches"]
             waiting += [(choice.order, mesh, other, count) for other in options]
             waiting += [(choice.order, other, keys, count) for other in neighbours(mesh, axes)]
-    return sorted(found, key=lambda each: each.order), refusal
+    return sorted(counted, key=lambda choice: choice.order), refusal
 
 
 def searched(config: Any) -> list[str]:
     """The axes that devices may be along. Without experts e only repeats d; p where the mesh has it."""
-    own = vars(config.mesh)
+    mesh = vars(config.mesh)
     left_out = {"e"} if not getattr(config.model, "experts", 0) else set()
-    left_out |= {"p"} if own.get("p") == 1 else set()
-    return [axis for axis in own if axis not in left_out]
+    left_out |= {"p"} if mesh.get("p") == 1 else set()
+    return [axis for axis in mesh if axis not in left_out]
 
 
 def filled(config: Any, axes: list[str], devices: int) -> Mesh:
@@ -181,7 +181,7 @@ def kept(config: Any) -> list[dict[str, str]]:
     type_ = typing.get_type_hints(type(config.training)).get("save_for_backward")
     if config.origins.of("training.save_for_backward") == "command line":
         return [{}]
-    return [{"save_for_backward": each} for each in typing.get_args(type_) if each != "on_host"] or [{}]
+    return [{"save_for_backward": value} for value in typing.get_args(type_) if value != "on_host"] or [{}]
 
 
 def choose(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys, count: int) -> Choice:
@@ -192,7 +192,7 @@ def choose(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys, coun
         most = 2 ** (config.training.tokens.batch.bit_length() - 1)
         count = next((count for count in halved(most) if is_possible(config, mesh, count)), 1)
         return with_count(count)
-    count = next((each for each in halved(count) if is_possible(config, mesh, each)), 1)
+    count = next((number for number in halved(count) if is_possible(config, mesh, number)), 1)
     best = with_count(count)
     if best.fits:
         for fewer in itertools.islice(halved(count), 1, None):

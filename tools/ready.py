@@ -95,7 +95,7 @@ class ReadyModel:
         """
         if isinstance(prompt, str):
             ids = [*self.start, *self.encoded(prompt), *self.end]
-        elif all(isinstance(each, int) for each in prompt):
+        elif all(isinstance(token, int) for token in prompt):
             return self.checked(prompt)
         else:
             ids = self.require_tokenizer().encode_prompt(prompt).tolist()
@@ -108,8 +108,8 @@ class ReadyModel:
 
     def checked(self, ids: Sequence[int], least: int = 1) -> list[int]:
         vocab = self.source.model.vocab
-        if len(ids) < least or not all(0 <= each < vocab for each in ids):
-            wrong = [each for each in ids if not 0 <= each < vocab][:5]
+        if len(ids) < least or not all(0 <= token < vocab for token in ids):
+            wrong = [token for token in ids if not 0 <= token < vocab][:5]
             raise RunError(f"the prompt has the ids {wrong}: expected one or more, from 0 to {vocab - 1}")
         return list(ids)
 
@@ -249,7 +249,7 @@ def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
     if ends is None and tokenizer:
         ends = tokenizer.id_of("eos_token")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return sorted({whole_number(each, f"{source.folder}: eos_token_id") for each in ends})
+    return sorted({whole_number(end, f"{source.folder}: eos_token_id") for end in ends})
 
 
 # == Texts ===========================================================================================================
@@ -288,7 +288,7 @@ class Text:
     def text(self, ids: Sequence[int] | None = None) -> str:
         tokenizer, ends = self.ready.tokenizer, self.ready.generator.ends
         ids = self.ids if ids is None else ids
-        return "" if tokenizer is None else tokenizer.decode([each for each in ids if each not in ends])
+        return "" if tokenizer is None else tokenizer.decode([token for token in ids if token not in ends])
 
     def _show(self, text: str) -> str:
         new, self.shown = text[len(self.shown) :], text
@@ -326,9 +326,9 @@ def fill(
     ready: ReadyModel, texts: Sequence[Text], prompts: Sequence[list[int]], show: Callable[[int, str], None]
 ) -> Any:
     """The prompts with their masked tokens filled in; a text's ids are those tokens."""
-    for number, (text, ids, found) in enumerate(zip(texts, prompts, ready.generator.fill(prompts))):
-        (text.ids, text.log_probs), text.has_ended, filled = found, True, iter(found[0])
-        whole = [next(filled) if each == ready.generator.mask else each for each in ids]
+    for number, (text, ids, drawn) in enumerate(zip(texts, prompts, ready.generator.fill(prompts))):
+        (text.ids, text.log_probs), text.has_ended, filled = drawn, True, iter(drawn[0])
+        whole = [next(filled) if token == ready.generator.mask else token for token in ids]
         text.shown = text.text(whole[len(ready.start) : len(whole) - len(ready.end)])
         show(number, text.shown)
     return texts

@@ -54,7 +54,7 @@ def harness_tasks(config: Score) -> Any:
     manager, names = TaskManager(include_path=config.include_path), (config.harness or "").split(",")
     for name in names:
         if not manager.match_tasks([name]):
-            near = [f"; the nearest is {each}" for each in difflib.get_close_matches(name, manager.all_tasks, n=1)]
+            near = [f"; the nearest is {match}" for match in difflib.get_close_matches(name, manager.all_tasks, n=1)]
             raise RunError(f"harness: there is no task {name}{''.join(near)}")
     return manager
 
@@ -65,17 +65,17 @@ def harness_model(scorer: Scorer, calls: Calls, config: Score) -> Any:
 
     class Clearshard(LM):
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            return calls.lead("likelihoods", [scorer.pair(*each.args) for each in requests])
+            return calls.lead("likelihoods", [scorer.pair(*request.args) for request in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-            answers = calls.lead("documents", [each.args[0] for each in requests])
-            return [each["log_likelihood"] for each in answers]
+            answers = calls.lead("documents", [request.args[0] for request in requests])
+            return [answer["log_likelihood"] for answer in answers]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             return [
                 text
-                for settings, some in itertools.groupby(requests, lambda each: each.args[1])
-                for text in calls.lead("write", [each.args[0] for each in some], drawing(dict(settings)))
+                for settings, group in itertools.groupby(requests, lambda request: request.args[1])
+                for text in calls.lead("write", [request.args[0] for request in group], drawing(dict(settings)))
             ]
 
     def drawing(settings: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def score_harness(scorer: Scorer, manager: Any, config: Score, results: "Results
         return scorer.write(prompts, rebuild(Writing, settings, Origins("generation_kwargs")))
 
     def documents(texts: Sequence[str]) -> Answers:
-        return score_documents(scorer, [Document(text=each) for each in texts], config)
+        return score_documents(scorer, [Document(text=text) for text in texts], config)
 
     calls = Calls(likelihoods=scorer, documents=documents, write=write)
     if not is_first():
@@ -107,14 +107,14 @@ def score_harness(scorer: Scorer, manager: Any, config: Score, results: "Results
     from lm_eval.evaluator import simple_evaluate
 
     how = {"task_manager": manager, "num_fewshot": config.num_fewshot, "limit": config.limit}
-    found = simple_evaluate(harness_model(scorer, calls, config), tasks=(config.harness or "").split(","), **how)
+    scores = simple_evaluate(harness_model(scorer, calls, config), tasks=(config.harness or "").split(","), **how)
     calls.end()
-    for task, values in found["results"].items():
-        results.keep(task, found["samples"].get(task, ()))
+    for task, values in scores["results"].items():
+        results.keep(task, scores["samples"].get(task, ()))
         for key, value in values.items():  # 'acc,none', 'acc_stderr,none'; what follows the comma is a filter
             name, comma, filter_ = key.partition(",")
             if comma and isinstance(value, int | float) and not name.endswith("_stderr"):
-                count = found["n-samples"].get(task, {}).get("effective", 0)
+                count = scores["n-samples"].get(task, {}).get("effective", 0)
                 results.add(task, key.removesuffix(",none"), value, values.get(f"{name}_stderr,{filter_}"), count)
 
 
@@ -142,8 +142,8 @@ class Results:
         self.table.append((task, metric, f"{value:.4f}", shown, str(count)))
 
     def keep(self, task: str, answers: Sequence[dict[str, Any]]) -> None:
-        for number, each in enumerate(answers if self.file else ()):
-            self.file.write(json.dumps({"task": task, "number": number, **each}, default=str) + "\n")
+        for number, answer in enumerate(answers if self.file else ()):
+            self.file.write(json.dumps({"task": task, "number": number, **answer}, default=str) + "\n")
 
 
 def main(config: Score) -> None:
@@ -152,7 +152,7 @@ def main(config: Score) -> None:
         raise RunError("there is nothing to score: name files, or harness=TASK,TASK")
     if config.harness and config.chat:
         raise RunError("chat=true is of the questions of files; tasks of lm-eval-harness are given as they are")
-    to, *files = (os.path.realpath(os.path.expanduser(each)) for each in (config.to or "", *config.tasks))
+    to, *files = (os.path.realpath(os.path.expanduser(path)) for path in (config.to or "", *config.tasks))
     if config.to and to in files:
         raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")
     results, managers = Results(), list[Any]()
@@ -168,7 +168,7 @@ def main(config: Score) -> None:
         scorer = Scorer(ready, config.rows, config.length)
         for task, how, records in tasks:
             answers = how(scorer, records, config)
-            results.keep(task, [{**asdict(record), **each} for record, each in zip(records, answers)])
+            results.keep(task, [{**asdict(record), **answer} for record, answer in zip(records, answers)])
             for metric in summary(answers):
                 results.add(task, *metric, len(answers))
         if config.harness:

@@ -136,7 +136,7 @@ class Api:
         such pages ask any server of their machine."""
         headers, config, scope = request.headers, self.config, request.scope
         host, origin = headers.get("host", "").lower(), headers.get("origin")
-        hosts = [config.host, "localhost", "127.0.0.1", "[::1]", *(each.split("://")[-1] for each in config.origins)]
+        hosts = [config.host, "localhost", "127.0.0.1", "[::1]", *(url.split("://")[-1] for url in config.origins)]
         is_loopback = config.host in ("localhost", "::1") or config.host.startswith("127.")
         if len(headers) > HEADERS:
             return self.error(431, f"a request has at most {HEADERS} headers")
@@ -144,10 +144,10 @@ class Api:
             return self.error(403, f"{host[:100]} is not this server, which listens on {config.host}")
         if origin not in (None, *config.origins) and origin.partition("://")[2] != host:
             return self.error(403, f"pages of {origin[:100]} may not ask: they are none of origins")
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        token = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         key = config.api_key or ""  # an empty one is refused when the server starts
         is_open = config.api_key is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS"
-        if not is_open and not hmac.compare_digest(given, key.encode()):
+        if not is_open and not hmac.compare_digest(token, key.encode()):
             return self.error(401, "expected the server's api_key as a bearer token")
         return None
 
@@ -161,11 +161,11 @@ class Api:
                 loop.call_soon_threadsafe(drawn.put_nowait, piece)
 
         try:
-            given = await self.asked(request)
-            if given.model not in (None, self.name):
-                return self.unknown(given.model)
+            asked = await self.asked(request)
+            if asked.model not in (None, self.name):
+                return self.unknown(asked.model)
             # On a thread, since templates and long texts take their time.
-            answers = await asyncio.to_thread(self.answers, given, is_chat, put)
+            answers = await asyncio.to_thread(self.answers, asked, is_chat, put)
         except (ValueError, ChatError, RunError) as wrong:
             return self.error(400, str(wrong)[:500])
         except self.requests.ClientDisconnect:
@@ -176,8 +176,8 @@ class Api:
             return self.error(status, said, {"Retry-After": "1"})
         kind = "chat.completion" if is_chat else "text_completion"
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
-        reply = Reply(given, answers, drawn, head)
-        if given.stream:
+        reply = Reply(asked, answers, drawn, head)
+        if asked.stream:
             return self.responses.StreamingResponse(self.events(reply), media_type="text/event-stream")
         return await self.whole(request, reply)
 
@@ -191,37 +191,37 @@ class Api:
         try:
             content = pydantic_core.from_json(bytes(body))
             if isinstance(content, dict):
-                given = {key: value for key, value in content.items() if value is not None}
-                content = {key: value for key, value in given.items() if WITHOUT_EFFECT.get(key, ...) != value}
+                values = {key: value for key, value in content.items() if value is not None}
+                content = {key: value for key, value in values.items() if WITHOUT_EFFECT.get(key, ...) != value}
             return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
             first, *others = wrong.errors()
             where, kinds = first["loc"], [first["msg"]]
-            if of_kind := [each["msg"] for each in others if where[1:] and each["loc"][:-1] == where[:-1]]:
+            if of_kind := [other["msg"] for other in others if where[1:] and other["loc"][:-1] == where[:-1]]:
                 where, kinds = where[:-1], [*kinds, *of_kind]  # it may be of several kinds, and is of none
             raise ValueError(f"{'.'.join(map(str, where)) or 'body'}: {', or: '.join(dict.fromkeys(kinds))}") from None
         except ValueError as wrong:
             raise ValueError(f"body: {wrong}") from None
 
-    def answers(self, given: Request, is_chat: bool, put: Callable) -> list[Answer]:
+    def answers(self, asked: Request, is_chat: bool, put: Callable) -> list[Answer]:
         """n for each prompt. Raises ValueError, ChatError or RunError with what is wrong."""
-        if (given.messages is None) == is_chat or (given.prompt is None) != is_chat:
+        if (asked.messages is None) == is_chat or (asked.prompt is None) != is_chat:
             raise ValueError(f"expected {'messages' if is_chat else 'prompt'}")
-        prompts: Any = given.prompt if isinstance(given.prompt, list) else [given.prompt]
-        prompts = [given.prompt] if not prompts or isinstance(prompts[0], int) else prompts
-        if len(prompts) * given.n > self.config.waiting:
-            raise ValueError(f"{len(prompts) * given.n} answers: at most {self.config.waiting} at once")
-        stop, answers = [given.stop] if isinstance(given.stop, str) else given.stop, []
-        for prompt in [[*map(with_text, given.messages or ())]] if is_chat else prompts:
+        prompts: Any = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
+        prompts = [asked.prompt] if not prompts or isinstance(prompts[0], int) else prompts
+        if len(prompts) * asked.n > self.config.waiting:
+            raise ValueError(f"{len(prompts) * asked.n} answers: at most {self.config.waiting} at once")
+        stop, answers = [asked.stop] if isinstance(asked.stop, str) else asked.stop, []
+        for prompt in [[*map(with_text, asked.messages or ())]] if is_chat else prompts:
             ids = self.ready.ids_of(prompt)
-            tokens = given.tokens or max(min(256, self.config.length - len(ids)), 1)
+            tokens = asked.tokens or max(min(256, self.config.length - len(ids)), 1)
             if len(ids) + tokens > self.config.length:
                 most = f"at most {self.config.length} together"
                 raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
-            for number in range(given.n):
-                seed = next(self.seeds) if given.seed is None else (given.seed + number) % 2**32
+            for number in range(asked.n):
+                seed = next(self.seeds) if asked.seed is None else (asked.seed + number) % 2**32
                 text = Text(self.ready, self.ready.chat_stops(stop) if is_chat else stop)
-                answers.append(Answer(ids, replace(given, tokens=tokens, seed=seed), text, put))
+                answers.append(Answer(ids, replace(asked, tokens=tokens, seed=seed), text, put))
         return answers
 
     # ---- answers
@@ -251,7 +251,7 @@ class Api:
 
     async def events(self, reply: "Reply") -> AsyncIterator[str]:
         """The answers as server-sent events."""
-        is_chat, counts = reply.is_chat, reply.given.stream_options.get("include_usage")
+        is_chat, counts = reply.is_chat, reply.asked.stream_options.get("include_usage")
         head = {**reply.head, "object": "chat.completion.chunk"} if is_chat else reply.head
 
         def event(number: int, said: dict, reason: str | None = None, logprobs: dict | None = None) -> str:
@@ -277,10 +277,10 @@ class Api:
 
     def logprobs(self, reply: "Reply", answer: Answer, since: int) -> dict | None:
         """Of an answer's tokens from this one on, where they are asked for."""
-        tokens = [self.ready.require_tokenizer().decode([each]) for each in answer.text.ids[since:]]
-        if reply.given.logprobs is False or not tokens:
+        tokens = [self.ready.require_tokenizer().decode([token]) for token in answer.text.ids[since:]]
+        if reply.asked.logprobs is False or not tokens:
             return None
-        values = [max(-9999.0, each) for each in answer.text.log_probs[since:]]  # JSON has no infinity
+        values = [max(-9999.0, value) for value in answer.text.log_probs[since:]]  # JSON has no infinity
         if reply.is_chat:
             return {"content": [{"token": t, "logprob": v, "top_logprobs": []} for t, v in zip(tokens, values)]}
         return {"tokens": tokens, "token_logprobs": values}
@@ -320,14 +320,14 @@ class Api:
 class Reply:
     """What is said to a request: its answers, in what all their parts begin with."""
 
-    given: Request
+    asked: Request
     answers: list[Answer]
     drawn: asyncio.Queue
     head: dict[str, Any]
 
     @property
     def is_chat(self) -> bool:
-        return self.given.messages is not None
+        return self.asked.messages is not None
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, int]]:
         """What is new of the answers, as it comes: the answer's number, text, and how many tokens it had before. Raises
@@ -350,7 +350,7 @@ class Reply:
 
     def usage(self) -> dict[str, int]:
         """The tokens of all; a prompt counts once."""
-        prompt = sum(len(answer.ids) for answer in self.answers[:: self.given.n])
+        prompt = sum(len(answer.ids) for answer in self.answers[:: self.asked.n])
         completion = sum(len(answer.text.ids) for answer in self.answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -360,9 +360,9 @@ def with_text(message: dict) -> dict:
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
-    if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise ValueError('messages: expected content as text, or as parts {"type": "text", "text": ...}')
-    return {**message, "content": "".join(each["text"] for each in parts)}
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def said_of(status: int, message: str) -> dict[str, Any]:

@@ -97,20 +97,20 @@ class Scorer:
             note(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning")
         if self.kind == "both":
             packed, places = written(
-                [(each[-self.length :], after[-self.length :]) for each, after in pairs],
+                [(before[-self.length :], after[-self.length :]) for before, after in pairs],
                 self.length, self.ready.generator.start,
             )  # fmt: skip
         else:
-            kept = [(each[-max(room - len(after), 1) :], after[-(room - 1) :]) for each, after in pairs]
+            kept = [(before[-max(room - len(after), 1) :], after[-(room - 1) :]) for before, after in pairs]
             if self.kind == "decoder":
                 packed, places = pack(kept, self.length)
             else:
                 packed, places = masked_one_by_one(kept, self.length, self.ready.end, self.ready.generator.mask)
         log_prob, best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
         for start in progress(range(0, len(packed), self.rows), unit=" batches", disable=not is_first()):
-            some = packed[start : start + self.rows]
-            some = np.pad(some, ((0, self.rows - len(some)), (0, 0), (0, 0)))
-            log_prob[start : start + self.rows], best[start : start + self.rows] = self._found(some)
+            batch = packed[start : start + self.rows]
+            batch = np.pad(batch, ((0, self.rows - len(batch)), (0, 0), (0, 0)))
+            log_prob[start : start + self.rows], best[start : start + self.rows] = self._found(batch)
         targets = packed[:, 1]
         return [
             (
@@ -120,14 +120,14 @@ class Scorer:
             for of_pair in places
         ]
 
-    def _found(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _found(self, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The targets' log probabilities, and the likeliest ids, in some packed rows."""
         if self.kind != "decoder":
             generator = self.ready.generator
             self.reader.take(generator.of_encoder if self.kind == "both" else generator.weights)
-            return self.reader.predict([*some.swapaxes(0, 1)])
+            return self.reader.predict([*packed.swapaxes(0, 1)])
         kinds = (np.uint32, np.uint32, np.int32, np.int32, np.int32)
-        rows = Packed(*(some[:, number].astype(kind) for number, kind in enumerate(kinds)))
+        rows = Packed(*(packed[:, number].astype(kind) for number, kind in enumerate(kinds)))
         log_prob, best = self.compiled(*self.ready.generator.weights, placed(rows, Packed))
         return np.asarray(log_prob), np.asarray(best)
 
@@ -170,8 +170,8 @@ class Scorer:
             raise RunError(f"chat=true: {error}") from error
         texts: list[str] = []
         for start in progress(range(0, len(ids), config.rows), unit=" batches", disable=not is_first()):
-            some = ids[start : start + config.rows]
-            texts += [text.shown for text in write(self.ready, config, some, [0] * len(some), lambda *_: None)]
+            batch = ids[start : start + config.rows]
+            texts += [text.shown for text in write(self.ready, config, batch, [0] * len(batch), lambda *_: None)]
         return texts
 
 
@@ -181,10 +181,10 @@ Answers = list[dict[str, Any]]  # what is written of each; numbers are averaged
 
 def score_choices(scorer: Scorer, records: Sequence[Choices], config: Scoring) -> Answers:
     """acc: the right choice is the likeliest; acc_norm: by character; acc_bytes: by byte; as in lm-eval-harness."""
-    pairs = [scorer.pair(each.context, config.delimiter + choice) for each in records for choice in each.choices]
-    found, answers = iter(scorer(pairs)), []
+    pairs = [scorer.pair(record.context, config.delimiter + choice) for record in records for choice in record.choices]
+    scores, answers = iter(scorer(pairs)), []
     for record in records:
-        sums = np.array([next(found)[0] for _ in record.choices])
+        sums = np.array([next(scores)[0] for _ in record.choices])
         sizes = {"acc": 1, "acc_norm": [*map(len, record.choices)]}
         sizes["acc_bytes"] = [len(choice.encode()) for choice in record.choices]
         right = {name: float(np.argmax(sums / size) == record.answer) for name, size in sizes.items()}
@@ -199,26 +199,26 @@ def score_questions(scorer: Scorer, records: Sequence[Question], config: Scoring
 
     rouge = RougeScorer(list(ROUGE))
     writing = Writing(tokens=config.tokens, stop=config.stop, rows=config.rows, temperature=0.0)
-    prompts = [[{"role": "user", "content": each.question}] if config.chat else each.question for each in records]
+    prompts = [[{"role": "user", "content": record.question}] if config.chat else record.question for record in records]
     answers = []
     for record, text in zip(records, scorer.write(prompts, writing)):
-        scores = {"exact_match": float(text.strip() in [each.strip() for each in record.answer])}
-        scores |= {name: max(rouge.score(each, text)[name].fmeasure for each in record.answer) for name in ROUGE}
+        scores = {"exact_match": float(text.strip() in [want.strip() for want in record.answer])}
+        scores |= {name: max(rouge.score(want, text)[name].fmeasure for want in record.answer) for name in ROUGE}
         answers.append({**scores, "text": text})
     return answers
 
 
 def score_documents(scorer: Scorer, records: Sequence[Document], config: Scoring) -> Answers:
     """The log likelihood of each text, with its tokens and bytes."""
-    windows = [scorer.windows(each.text) for each in records]
-    found = iter(scorer([pair for each in windows for pair in each]))
+    windows = [scorer.windows(record.text) for record in records]
+    scores = iter(scorer([pair for window in windows for pair in window]))
     return [
         {
-            "log_likelihood": sum(next(found)[0] for _ in pairs),
+            "log_likelihood": sum(next(scores)[0] for _ in pairs),
             "tokens": sum(len(after) for _, after in pairs),
-            "bytes": len(each.text.encode()),
+            "bytes": len(record.text.encode()),
         }
-        for each, pairs in zip(records, windows)
+        for record, pairs in zip(records, windows)
     ]
 
 
@@ -254,7 +254,7 @@ def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
             content = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise RunError(f"{where}: expected an object: {error}") from None
-        kind = kind or next((each for each in KINDS if isinstance(content, dict) and each in content), "")
+        kind = kind or next((name for name in KINDS if isinstance(content, dict) and name in content), "")
         if not kind or not isinstance(content, dict):
             raise RunError(f"{where}: expected an object with the field choices, question or text")
         if isinstance(content.get("answer"), str):
@@ -270,11 +270,11 @@ def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
 def summary(answers: Answers) -> Iterator[tuple[str, float, float | None]]:
     """The metrics of a task: name, value, and standard error where it is a mean."""
     if "log_likelihood" in answers[0]:
-        nats, tokens, size = (sum(each[key] for each in answers) for key in ("log_likelihood", "tokens", "bytes"))
+        nats, tokens, size = (sum(answer[key] for answer in answers) for key in ("log_likelihood", "tokens", "bytes"))
         yield "bits_per_byte", -nats / size / math.log(2), None
         yield "perplexity", math.exp(-nats / tokens), None
     for name in (name for name, value in answers[0].items() if isinstance(value, float) and name != "log_likelihood"):
-        values = np.array([each[name] for each in answers])
+        values = np.array([answer[name] for answer in answers])
         yield name, values.mean(), values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
 
 
@@ -334,6 +334,6 @@ class InRun:
             answers = how(self.scorer, records, self.config)
             metrics |= {f"score/{Path(file).name}/{name}": float(value) for name, value, _ in summary(answers)}
             if how is score_questions:
-                samples += [f"{each.question}\n→ {answer['text']}\n" for each, answer in zip(records[:8], answers)]
+                samples += [f"{record.question}\n→ {answer['text']}\n" for record, answer in zip(records[:8], answers)]
         generator.take(None)
         return metrics, "\n".join(samples)

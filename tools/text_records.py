@@ -159,22 +159,22 @@ def tokenize(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> Tokeni
     for document in documents:
         by_split[block.file.split or ("validation" if drawn(document, config) else "train")].append(document)
     sequences, counts = {}, {"tokens": 0, "documents": 0, "empty": 0, "too_long": 0}
-    for name, some in by_split.items():
-        found = encoded(some, block.file.name, tokenizer, config)
-        lengths = found.lengths.reshape(len(some), -1)
+    for name, group in by_split.items():
+        encoding = encoded(group, block.file.name, tokenizer, config)
+        lengths = encoding.lengths.reshape(len(group), -1)
         kept, is_empty = lengths, (lengths == 0).any(axis=1)
         if config.room:
             is_long = (lengths > config.room).any(axis=1) & ~is_empty
             if config.too_long == "refuse":
                 bad += [
-                    f"{place(block, some[one].number)}: {too_long(lengths[one], config)}"
+                    f"{place(block, group[one].number)}: {too_long(lengths[one], config)}"
                     for one in np.flatnonzero(is_long)
                 ]
             else:
                 counts["too_long"] += int(is_long.sum())
             kept = np.minimum(lengths, config.room) if config.too_long == "truncate" else lengths * ~is_long[:, None]
         kept = kept * ~is_empty[:, None]
-        sequences[name] = found.cut(kept.reshape(-1))
+        sequences[name] = encoding.cut(kept.reshape(-1))
         counts["tokens"] += len(sequences[name].ids)
         counts["documents"] += int(kept.all(axis=1).sum())
         counts["empty"] += int(is_empty.sum())
@@ -263,9 +263,9 @@ def document_of(number: int, record: dict, tokenizer: Tokenizer, config: Tokeniz
         weights = weight.tolist()
     elif config.format == "segments":
         (segments,) = values(record, config.names, object)
-        if not (isinstance(segments, list) and segments and all(isinstance(each, dict) for each in segments)):
+        if not (isinstance(segments, list) and segments and all(isinstance(segment, dict) for segment in segments)):
             raise BadRecord(f"field '{config.names[0]}': expected a list of {{\"text\": ..., \"weight\": ...}}")
-        texts, weights = tuple(values(each, ("text",))[0] for each in segments), weights_of(segments, config)
+        texts, weights = tuple(values(segment, ("text",))[0] for segment in segments), weights_of(segments, config)
     else:
         texts = tuple(values(record, config.names))
         weights = [0.0, 1.0][-len(texts) :]
@@ -310,19 +310,19 @@ def text_ends(data: bytes, separator: bytes, size: int, *, final: bool) -> list[
     ends, start = [], 0
     while True:
         if separator:
-            found = data.find(separator, start)
-            end = found + len(separator)
+            at = data.find(separator, start)
+            end = at + len(separator)
         elif not final and len(data) < start + 2 * size:  # where it ends depends on what follows
             break
         else:
-            found = data.find(b"\n", start + size - 1, start + 2 * size)
-            end = found + 1
-            if found < 0 and len(data) > start + size:
+            at = data.find(b"\n", start + size - 1, start + 2 * size)
+            end = at + 1
+            if at < 0 and len(data) > start + size:
                 end = start + size
                 while end > start + size - 3 and data[end] & 0xC0 == 0x80:  # within a character
                     end -= 1
-                found = end
-        if found < 0:
+                at = end
+        if at < 0:
             break
         ends.append(end)
         start = end

@@ -158,15 +158,15 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
         dataset.attrs["tokenizing"] = {**state, "position": position, "splits": splits, "counts": counts}
 
     def write_waiting() -> None:
-        for split, some in waiting.items():
-            if some:
-                sequences = joined(some)
+        for split, parts in waiting.items():
+            if parts:
+                sequences = joined(parts)
                 if config.room:
                     counts["padding"] -= len(sequences.ids)
                     sequences = in_rows(sequences, config.room)
                     counts["padding"] += len(sequences.ids)
                 writers[split].append(sequences.ids, sequences.lengths, sequences.weight)
-                some.clear()
+                parts.clear()
 
     if not state["splits"]:
         record()
@@ -196,7 +196,7 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
             bar.set_description(f"{counted(counts)}, {rate:,.0f} tokens/s", False)
             bar.update(min(block.done, total or block.done) - bar.n)
             # Many are put into rows at once, and the same ones however often a run was killed.
-            if not config.room or sum(len(each.ids) for some in waiting.values() for each in some) >= PACKED_TOKENS:
+            if not config.room or sum(len(part.ids) for parts in waiting.values() for part in parts) >= PACKED_TOKENS:
                 write_waiting()
                 position = read
                 is_ahead = reader is not None and writers["train"].token_count >= reader.wanted

@@ -24,9 +24,9 @@ class Sequences:
         return Sequences(self.ids[kept], lengths[lengths > 0], None if self.weight is None else self.weight[kept])
 
 
-def joined(some: list[Sequences]) -> Sequences:
-    ids, lengths = (np.concatenate([getattr(each, name) for each in some]) for name in ("ids", "lengths"))
-    weights = [each.weight for each in some if each.weight is not None]
+def joined(parts: list[Sequences]) -> Sequences:
+    ids, lengths = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths"))
+    weights = [part.weight for part in parts if part.weight is not None]
     return Sequences(ids, lengths, np.concatenate(weights) if weights else None)
 
 

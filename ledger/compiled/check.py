@@ -64,8 +64,8 @@ def differences(ledger: Ledger, text: str) -> list[Difference]:
     rows: list[Difference] = []
 
     def add(row: Collective, written: int, compiled: int, reason: str) -> None:
-        both = {*(each for each, _ in ours), *(widened(each) for each, _ in ours), *(each for each, _ in theirs)}
-        lines = tuple(sorted({each.line for each in both if _bare(each) == row}))
+        both = {*(site for site, _ in ours), *(widened(site) for site, _ in ours), *(site for site, _ in theirs)}
+        lines = tuple(sorted({site.line for site in both if _bare(site) == row}))
         rows.append(Difference(row.kind, row.axes, row.dtype, row.bytes, written, compiled, lines, reason))
 
     left, right = _times_of_places(ours), _times_of_places(theirs)

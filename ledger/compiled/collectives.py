@@ -65,8 +65,8 @@ def compiled_sites(text: str, mesh_axes: dict[str, int]) -> Sites:
 def chain(instruction: Instruction) -> str:
     """The name of all parts of a collective that XLA:TPU has cut into several fusions, to compute in them meanwhile; ''
     for any other."""
-    found = re.search(r'chain_id="(\d+)"', instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return match[1] if match else ""
 
 
 def _compiled(module: Module, computation: Computation, axes, chains: set[str]) -> Sites:
@@ -103,9 +103,9 @@ def operands(module: Module, computation: Computation, instruction: Instruction)
         return [(*sizes[0], module.metadata(instruction))]
     # In a combined collective the items of the result (of its done, if it is asynchronous) still have their lines.
     others = computation.instructions.values()
-    results = {instruction.name, *(each.name for each in others if each.is_done and instruction.name in each.operands)}
-    items = [each for each in others if each.opcode == "get-tuple-element" and each.operands[0] in results]
-    places = {index: module.metadata(each) for each in items for index in re.findall(r"index=(\d+)", each.attributes)}
+    results = {instruction.name, *(op.name for op in others if op.is_done and instruction.name in op.operands)}
+    items = [op for op in others if op.opcode == "get-tuple-element" and op.operands[0] in results]
+    places = {index: module.metadata(item) for item in items for index in re.findall(r"index=(\d+)", item.attributes)}
     return [(*size, places.get(str(index), ("", ""))) for index, size in enumerate(sizes)]
 
 
@@ -115,9 +115,9 @@ def turns(module: Module, loop: Instruction) -> int:
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known[1])
     (condition,) = module.callees(loop, "condition")
-    steps = [inner for each in condition.instructions.values() for inner in (each, *module.inner(each))]
-    bounds = {each.literal for each in steps if each.opcode == "constant" and each.is_counter}
-    if len(bounds) != 1 or not any("direction=LT" in each.attributes for each in steps):
+    steps = [inner for op in condition.instructions.values() for inner in (op, *module.inner(op))]
+    bounds = {step.literal for step in steps if step.opcode == "constant" and step.is_counter}
+    if len(bounds) != 1 or not any("direction=LT" in step.attributes for step in steps):
         raise ValueError(f"the turns of the loop {loop.name} are not known, and a collective is in it")
     return int(bounds.pop())
 
@@ -139,8 +139,8 @@ def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...
             return tuple(axis for axis, size in mesh_axes.items() if axis in said and size > 1)
     shape = tuple(mesh_axes.values())
     devices = math.prod(shape)
-    found = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
-    name, text = found.groups() if found else ("", "")
+    match = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
+    name, text = match.groups() if match else ("", "")
     if iota := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         sizes, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         groups = np.arange(devices).reshape(dims).transpose(order).reshape(sizes).tolist()

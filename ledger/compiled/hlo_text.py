@@ -51,14 +51,14 @@ class Module:
         bodies = list(self.callees(instruction, "calls"))
         if not bodies:
             return [instruction]
-        return [leaf for body in bodies for each in body.instructions.values() for leaf in self.inner(each)]
+        return [leaf for body in bodies for child in body.instructions.values() for leaf in self.inner(child)]
 
     def metadata(self, instruction: Instruction) -> tuple[str, str]:
         """Source (`train.py:120`) and JAX's name stack; of a fusion that XLA left without, those of its last
         instruction that has them."""
-        for each in (instruction, *reversed(self.inner(instruction))):
-            if source := self._source(each.attributes):
-                match = re.search(r'op_name="([^"]*)"', each.attributes)
+        for candidate in (instruction, *reversed(self.inner(instruction))):
+            if source := self._source(candidate.attributes):
+                match = re.search(r'op_name="([^"]*)"', candidate.attributes)
                 op_name = match[1] if match else ""
                 return declared_place(op_name) or source, op_name
         return "", ""
@@ -99,7 +99,7 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("HLO text without an ENTRY computation")
     for computation in computations.values():
-        for done in [each for each in computation.instructions.values() if each.is_done]:
+        for done in [candidate for candidate in computation.instructions.values() if candidate.is_done]:
             start = computation.instructions[done.operands[0]]  # its own shape holds operands and contexts too
             computation.instructions[start.name] = replace(start, shape=done.shape)
     name = re.match(r"HloModule ([\w.\-]+)", text)

@@ -72,10 +72,10 @@ def _rows(module: Module, computation: Computation, times: int) -> list[Sent]:
                 rows += _rows(module, body, inner_times)
             continue
         inner, where = sending
-        meanwhile = [each for each in order[place + 1 : _end(order, place)] if _works(each)]
+        meanwhile = [other for other in order[place + 1 : _end(order, place)] if _works(other)]
         if where is not computation and instruction.opcode == "fusion":  # sends and computes in one
-            meanwhile += [each for each in where.instructions.values() if each is not inner and _works(each)]
-        products = [each for each in meanwhile if _is_product(module, each)]
+            meanwhile += [other for other in where.instructions.values() if other is not inner and _works(other)]
+        products = [other for other in meanwhile if _is_product(module, other)]
         parts = operands(module, where, inner)
         places = [place for _, _, place in parts if place[0]] or [module.metadata(instruction)]
         row = Sent(
@@ -84,7 +84,7 @@ def _rows(module: Module, computation: Computation, times: int) -> list[Sent]:
             phase=phase_of(places[0][1]),
             bytes=sum(size for _, size, _ in parts),
             times=times,
-            products=tuple(dict.fromkeys(module.metadata(each)[0] or "a product" for each in products)),
+            products=tuple(dict.fromkeys(module.metadata(product)[0] or "a product" for product in products)),
             others=len(meanwhile) - len(products),
         )
         if (link := chain(inner)) in parts_of:
@@ -107,8 +107,8 @@ def _sending(
     if instruction.opcode in ("async", "fusion"):
         for body in module.callees(instruction, "calls", "to_apply"):
             for inner in body.instructions.values():
-                if (found := _sending(module, body, inner)) is not None:
-                    return found
+                if (sent := _sending(module, body, inner)) is not None:
+                    return sent
     return None
 
 
@@ -128,4 +128,4 @@ def _works(instruction: Instruction) -> bool:
 def _is_product(module: Module, instruction: Instruction) -> bool:
     if _LIBRARY.search(instruction.attributes) or instruction.opcode == "while":
         return bool(_LIBRARY.search(instruction.attributes))
-    return any(each.opcode in ("dot", "convolution") for each in module.inner(instruction))
+    return any(leaf.opcode in ("dot", "convolution") for leaf in module.inner(instruction))

@@ -259,8 +259,8 @@ def _flops(op: Operation) -> int | None:
 
 def _needed(scopes: str) -> float:
     """The part that the model needs of products in these scopes: what the innermost says."""
-    found = _NEEDED.findall(scopes)
-    needed, run = found[-1] if found else (1, 1)
+    matches = _NEEDED.findall(scopes)
+    needed, run = matches[-1] if matches else (1, 1)
     return int(needed) / int(run) if needed else 0.5
 
 
@@ -283,12 +283,12 @@ def saved(block: Block) -> list[Saved]:
     for op in block.operations:
         for value in op.outputs:
             if not value.on_host and (readers := read_in_backward(value)):
-                line, why, each, times = origin(value)
+                line, why, array, times = origin(value)
                 if not why and any(reader.name == "checkpoint" for reader in readers):
                     why = "input"
-                elif not why and _is_gradient(each):
+                elif not why and _is_gradient(array):
                     why = "gradient"
-                rows[Saved(line, why, each.dtype, each.shape, each.bytes, 1)] += times
+                rows[Saved(line, why, array.dtype, array.shape, array.bytes, 1)] += times
         for body in op.blocks:
             for row in saved(body):
                 rows[dataclasses.replace(row, times=1)] += row.times
@@ -316,15 +316,15 @@ def _is_gradient(value: Value) -> bool:
 
 def _readers(value: Value) -> list[Operation]:
     """The operations that read a value, those in the body of a loop that it is passed to instead of the loop."""
-    found = []
+    readers = []
     for op in dict.fromkeys(value.uses):
         if op.name != "scan" or op.phase not in ("recomputed", "backward"):
-            found.append(op)
+            readers.append(op)
             continue
         for operand, argument in zip(op.inputs, op.blocks[0].inputs, strict=True):
             if operand is value:
-                found += _readers(argument)
-    return found
+                readers += _readers(argument)
+    return readers
 
 
 def origin(value: Value) -> tuple[str, str, Value, int]:
@@ -338,8 +338,8 @@ def origin(value: Value) -> tuple[str, str, Value, int]:
         stacked = position >= scan_counts(op.params)[1]
         if inner.maker is None:  # a body's own argument, such as the layer's input
             return op.line, "", inner if stacked else value, op.length if stacked else 1
-        line, why, each, times = origin(inner)
-        return line, why, each, times * (op.length if stacked else 1)
+        line, why, array, times = origin(inner)
+        return line, why, array, times * (op.length if stacked else 1)
     named = op
     while named.name == "reduce_precision" and (before := named.inputs[0].maker) is not None:
         named = before

@@ -76,7 +76,7 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.held)
+        return sum(array.bytes for array in self.held)
 
     def moved_bytes(self, *phases: str) -> int:
         """Read and written in these phases or in all."""
@@ -84,8 +84,8 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         sums = dict.fromkeys(GROUPS, 0)
-        for each in self.held:
-            sums[each.kind] += each.bytes
+        for array in self.held:
+            sums[array.kind] += array.bytes
         return sums
 
 
@@ -107,8 +107,8 @@ def forecast(block: Block, groups: list[str], donated: list[bool], *, on_cpu: bo
             placed.add(value)
     weights = {(held.shape, held.dtype) for held in arguments if held.kind == WEIGHTS}
     step = _Lifetimes(block, groups, weights, on_cpu, placed)
-    held = sorted([*arguments, *step.held], key=lambda each: -each.bytes)
-    largest = sorted(step.seen, key=lambda each: -each.bytes)
+    held = sorted([*arguments, *step.held], key=lambda array: -array.bytes)
+    largest = sorted(step.seen, key=lambda array: -array.bytes)
     return Memory(step.line, step.phase, held, largest, step.moved)
 
 
@@ -154,9 +154,9 @@ class _Lifetimes:
                     first, carry = scan_counts(op.params)
                     before = before[first + index : first + index + 1] if index < carry else []
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
-                    self.heirs.append((value, {self.origin(each) for each in before}))
+                    self.heirs.append((value, {self.origin(argument) for argument in before}))
             if op.name in _LOOPS:
-                bodies[now] = max((self.body(op, each) for each in op.blocks), key=lambda body: body.bytes)
+                bodies[now] = max((self.body(op, block) for block in op.blocks), key=lambda body: body.bytes)
                 for place, moved in bodies[now].moved.items():
                     self.moved[place] += moved * op.length
         end = len(block.operations)
@@ -171,10 +171,10 @@ class _Lifetimes:
                 if self.last.get(value) == self.born[heir] and value in self.born and value.bytes == heir.bytes:
                     self.last[value] -= 1
                     break
-        self.seen = [each for body in bodies.values() for each in body.seen]
+        self.seen = [array for body in bodies.values() for array in body.seen]
         self.seen += [self.describe(value) for value in self.born]
         moments = {now: self.alive(now) + (bodies[now].held if now in bodies else []) for now in self.born.values()}
-        at = max(moments, key=lambda now: sum(each.bytes for each in moments[now]), default=end)
+        at = max(moments, key=lambda now: sum(array.bytes for array in moments[now]), default=end)
         self.held = moments.get(at, [])
         self.line, self.phase = (block.operations[at].line, block.operations[at].phase) if at < end else ("", "update")
         if at in bodies and bodies[at].line:
@@ -182,7 +182,7 @@ class _Lifetimes:
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.held)
+        return sum(array.bytes for array in self.held)
 
     def body(self, op: Operation, block: Block) -> "_Lifetimes":
         """The values that the body of a loop holds besides those of the loop."""
@@ -231,17 +231,17 @@ class _Lifetimes:
 
     def sources(self, value: Value) -> set[Value]:
         """The values in memory that one is computed from; itself, if it is there."""
-        found, ahead, met = set(), [self.origin(value)], set()
+        sources, ahead, met = set(), [self.origin(value)], set()
         while ahead:
-            each = ahead.pop()
-            if each in met or each.literal:
+            source = ahead.pop()
+            if source in met or source.literal:
                 continue
-            met.add(each)
-            if each in self.born or each.maker is None:
-                found.add(each)
+            met.add(source)
+            if source in self.born or source.maker is None:
+                sources.add(source)
             else:
-                ahead += map(self.origin, each.maker.inputs)
-        return found
+                ahead += map(self.origin, source.maker.inputs)
+        return sources
 
     def read(self, values: list[Value], now: int) -> None:
         for value in values:
@@ -250,19 +250,19 @@ class _Lifetimes:
 
     def parts_read(self, values: list[Value]) -> dict[Value, int]:
         """The values in memory that these are computed from, with how many bytes are read of each."""
-        found: dict[Value, int] = {}
+        bytes_read: dict[Value, int] = {}
         met, ahead = set(), [(self.origin(value), sys.maxsize) for value in values]
         while ahead:
-            each, most = ahead.pop()
-            if (each, most) in met or each.literal:
+            source, most = ahead.pop()
+            if (source, most) in met or source.literal:
                 continue
-            met.add((each, most))
-            if each in self.born or each.maker is None:
-                found[each] = max(found.get(each, 0), min(each.bytes, most))
+            met.add((source, most))
+            if source in self.born or source.maker is None:
+                bytes_read[source] = max(bytes_read.get(source, 0), min(source.bytes, most))
             else:
-                most = min(most, each.bytes) if each.maker.name in _PARTS else most
-                ahead += [(self.origin(value), most) for value in each.maker.inputs]
-        return found
+                most = min(most, source.bytes) if source.maker.name in _PARTS else most
+                ahead += [(self.origin(value), most) for value in source.maker.inputs]
+        return bytes_read
 
     def compute(self, values: list[Value]) -> None:
         """Counts what is moved to compute values, together, that are not in memory yet."""

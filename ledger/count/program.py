@@ -183,8 +183,8 @@ class _Reader:
                     op = Operation(mark, {}, operands, [], phase_of(inner_scopes), inner_scopes, line)
                     operands = self.results(op, getattr(called, "jaxpr", called).invars, operations)
                 # JAX's own jitted functions are traced once, with the lines of their first caller.
-                own = getattr(called, "jaxpr", called).debug_info.func_filename
-                fixed = line if name in ("jit", "pjit") and not is_users(own or "<") else fixed_line
+                file_of_body = getattr(called, "jaxpr", called).debug_info.func_filename
+                fixed = line if name in ("jit", "pjit") and not is_users(file_of_body or "<") else fixed_line
                 results = self.write_out(called, operands, operations, inner_scopes, line, fixed)
             else:
                 op = Operation(name, params, operands, [], phase_of(inner_scopes), inner_scopes, line)
@@ -216,14 +216,14 @@ class _Reader:
     def line(self, eqn: JaxprEqn) -> str:
         """The innermost line that is a place; '' without one."""
         traceback: Any = eqn.source_info.traceback
-        frames = [each for each in traceback.frames if is_place(each.file_name)] if traceback else []
-        self.files |= dict.fromkeys(each.file_name for each in frames)
+        frames = [frame for frame in traceback.frames if is_place(frame.file_name)] if traceback else []
+        self.files |= dict.fromkeys(frame.file_name for frame in frames)
         return f"{Path(frames[0].file_name).name}:{frames[0].line_num}" if frames else ""
 
 
 def _bodies(params: dict) -> list[Jaxpr | ClosedJaxpr]:
-    values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
-    return [each for each in values if isinstance(each, Jaxpr | ClosedJaxpr)]
+    values = [part for value in params.values() for part in (value if isinstance(value, tuple | list) else (value,))]
+    return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
 
 def _called(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
@@ -251,6 +251,6 @@ def _without_dead_code(block: Block) -> Block:
             kept.append(op)
     block.operations = kept[::-1]
     alive = set(map(id, block.operations))
-    for value in [*block.inputs, *(each for op in block.operations for each in (*op.inputs, *op.outputs))]:
+    for value in [*block.inputs, *(operand for op in block.operations for operand in (*op.inputs, *op.outputs))]:
         value.uses = [op for op in value.uses if id(op) in alive]
     return block

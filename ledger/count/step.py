@@ -92,8 +92,8 @@ class Ledger:
                 "bytes": self.memory.bytes,
                 "by_kind": self.memory.by_kind(),
                 "at": {"line": self.memory.line, "phase": self.memory.phase},
-                "held": [dataclasses.asdict(each) for each in self.memory.held],
-                "largest": [dataclasses.asdict(each) for each in self.memory.largest[:24]],
+                "held": [dataclasses.asdict(array) for array in self.memory.held],
+                "largest": [dataclasses.asdict(array) for array in self.memory.largest[:24]],
                 "moved": [
                     {"line": line, "phase": phase, "bytes": moved}
                     for (line, phase), moved in sorted(self.memory.moved.items())

@@ -66,12 +66,12 @@ def devices(name: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
         config = target_config(name)
         topology = {"platform": "cuda", "target_config": config, "topology": f"1x{hosts}x{devices_per_host}"}
     try:
-        found = topologies.get_topology_desc(**topology).devices
+        described = topologies.get_topology_desc(**topology).devices
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise CannotCompile(f"{name}: {_first_line(error)}") from error
-    if len(found) != hosts * devices_per_host:
-        raise CannotCompile(f"{name}: {topology} has {len(found)} devices, not {hosts * devices_per_host}")
-    return list(found)
+    if len(described) != hosts * devices_per_host:
+        raise CannotCompile(f"{name}: {topology} has {len(described)} devices, not {hosts * devices_per_host}")
+    return list(described)
 
 
 def slice_of(chips: int, dims: int) -> tuple[int, ...]:
@@ -116,8 +116,8 @@ def compile(traced: jax.stages.Traced, options: dict[str, str]) -> jax.stages.Co
 
 def _bytes_line(text: str) -> str:
     """The sentence with the bytes, out of XLA's pages about a program that is too large."""
-    found = re.search(r"[^.\n]*(?:[Uu]sed|[Nn]eeds?|allocat)\w*[^\n]*?\d[\d.]*\s*[KMG]?i?B?\b[^\n]*", text)
-    return (found[0] if found else text.splitlines()[0]).strip().removeprefix("RESOURCE_EXHAUSTED: ")
+    match = re.search(r"[^.\n]*(?:[Uu]sed|[Nn]eeds?|allocat)\w*[^\n]*?\d[\d.]*\s*[KMG]?i?B?\b[^\n]*", text)
+    return (match[0] if match else text.splitlines()[0]).strip().removeprefix("RESOURCE_EXHAUSTED: ")
 
 
 def _first_line(error: Exception) -> str:

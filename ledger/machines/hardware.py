@@ -48,7 +48,7 @@ class Hardware:
 
 def _read() -> dict[str, tuple[list[str], Hardware]]:
     """The machines of hardware.yaml by their short names, each with its device kinds."""
-    found = {}
+    by_name = {}
     for name, entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
         kinds, figures = entry.pop("device_kinds"), {}
         sources: dict[str, None] = {}
@@ -57,8 +57,8 @@ def _read() -> dict[str, tuple[list[str], Hardware]]:
                 value, source = entry.pop(key)
                 figures[figure] = value * unit
                 sources[source] = None
-        found[name] = kinds, Hardware(**figures, **entry, name=kinds[0], source="; ".join(sources))
-    return found
+        by_name[name] = kinds, Hardware(**figures, **entry, name=kinds[0], source="; ".join(sources))
+    return by_name
 
 
 _MACHINES = _read()

@@ -129,8 +129,8 @@ class Roofline:
 def _known(values: Iterable[float | None]) -> list[float] | None:
     """All of them, or None if one is not known."""
     known = list(values)
-    found = [value for value in known if value is not None]
-    return found if len(found) == len(known) else None
+    numbers = [value for value in known if value is not None]
+    return numbers if len(numbers) == len(known) else None
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
@@ -165,17 +165,17 @@ def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofl
     phases = []
     for name in PHASES:
         flops, moved = ledger.costs.flops(name), ledger.memory.moved_bytes(name)
-        mine = [each for each in sendings if each.phase == name]
+        mine = [sending for sending in sendings if sending.phase == name]
         spared = ledger.costs.float8_flops(name) * hardware.float8_spares
         phases.append(
             Phase(
                 name=name,
                 flops=flops,
                 hbm_bytes=moved,
-                sent_bytes=sum(each.sent_bytes for each in mine),
+                sent_bytes=sum(sending.sent_bytes for sending in mine),
                 compute_s=_per(flops - spared, hardware.peak_flops_per_s),
                 hbm_s=_per(moved, hardware.hbm_bytes_per_s),
-                sent_s=_sum(each.sent_s for each in mine),
+                sent_s=_sum(sending.sent_s for sending in mine),
             )
         )
     return Roofline(hardware, devices_per_host, ledger.devices, ledger.model_flops, tuple(phases), tuple(sendings))

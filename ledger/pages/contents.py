@@ -41,7 +41,7 @@ def kept(ledger: Ledger) -> Table:
     for row in sorted(ledger.saved, key=lambda row: -row.bytes * row.times):
         rows.append((row.bytes * row.times, row.times, array(row), row.line, WHY.get(row.why, row.why)))
     rows = rows[:LISTED]
-    for copy, times in sorted(ledger.costs.host_copies.items(), key=lambda each: -each[0].bytes * each[1]):
+    for copy, times in sorted(ledger.costs.host_copies.items(), key=lambda row: -row[0].bytes * row[1]):
         where = "to the host" if copy.to_host else "from the host"
         rows.append((copy.bytes * times, times, copy.dtype, copy.line, where))
     total = sum(row.bytes * row.times for row in ledger.saved)
@@ -65,9 +65,9 @@ def memory(ledger: Ledger, most: float | None = None) -> Table:
 def at_peak(ledger: Ledger) -> Table:
     """The largest values at the peak; an argument of the step, which has no name in the source, goes by its kind."""
     rows = []
-    for each, times in collections.Counter(ledger.memory.held).items():
-        called, phase = name_of(ledger, each.line) or each.kind, each.phase or "argument"
-        rows.append((each.bytes * times, times, array(each), each.line or None, phase, each.kind, called))
+    for held, times in collections.Counter(ledger.memory.held).items():
+        called, phase = name_of(ledger, held.line) or held.kind, held.phase or "argument"
+        rows.append((held.bytes * times, times, array(held), held.line or None, phase, held.kind, called))
     columns = {"together": "B", "number": "count", "array": "code", "line": "line", "phase": "", "kind": ""}
     rows = sorted(rows, key=lambda row: -row[0])[:LISTED]
     return Table("The largest values at the peak", {**columns, "value": "code"}, rows)
@@ -123,8 +123,8 @@ def summary(ledger: Ledger, hbm_bytes: int | None = None, fixes: Sequence[str] =
 def times(estimate: Roofline) -> Table:
     """The least that each phase takes: by compute, memory traffic and communication, all overlapped, and none."""
     rows = [
-        (each.name, *each.times.values(), each.overlapped_s, each.alone_s, each.bound or "n/a")
-        for each in estimate.phases
+        (phase.name, *phase.times.values(), phase.overlapped_s, phase.alone_s, phase.bound or "n/a")
+        for phase in estimate.phases
     ]
     rows.append(("all", *estimate.totals.values(), estimate.step_s, estimate.step_alone_s, estimate.bound or "n/a"))
     kinds = dict.fromkeys(("compute", "memory", "sending", "overlapped", "alone"), "s")
@@ -134,11 +134,9 @@ def times(estimate: Roofline) -> Table:
 def sendings(estimate: Roofline) -> Table:
     """The bytes of each kind of collective, and how fast they can be sent."""
     rows = []
-    for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
-        where = "between hosts" if each.crosses_hosts else ""
-        rows.append(
-            (each.kind, " × ".join(each.axes), each.phase, each.sent_bytes, each.bytes_per_s, each.sent_s, where)
-        )
+    for row in sorted(estimate.sendings, key=lambda row: -row.sent_bytes):
+        where = "between hosts" if row.crosses_hosts else ""
+        rows.append((row.kind, " × ".join(row.axes), row.phase, row.sent_bytes, row.bytes_per_s, row.sent_s, where))
     columns = {"kind": "", "over": "", "phase": "", "bytes": "B", "at": "B/s", "takes": "s", "where": ""}
     return Table("Sent by one device", columns, rows)
 

@@ -91,33 +91,33 @@ def details(ledger: Ledger, whole: Line) -> dict[str, list[Table]]:
     products, sent, kept = tables
     for row, times in ledger.costs.products.items():
         products[row.line].append((row.phase, row.dtype, row.needed, row.flops, times, row.flops * times))
-    for each, times in ledger.costs.collectives.items():
-        one, over = each.sent_bytes(ledger.mesh), " × ".join(each.axes)
-        sent[each.line].append((each.phase, each.kind, over, each.dtype, each.bytes, one, times, one * times))
+    for op, times in ledger.costs.collectives.items():
+        one, over = op.sent_bytes(ledger.mesh), " × ".join(op.axes)
+        sent[op.line].append((op.phase, op.kind, over, op.dtype, op.bytes, one, times, one * times))
     for value in ledger.saved:
         about = name_of(ledger, value.line), WHY.get(value.why, value.why), array(value)
         kept[value.line].append((*about, value.bytes, value.times, value.bytes * value.times))
-    found: dict[str, list[Table]] = collections.defaultdict(list)
+    by_line: dict[str, list[Table]] = collections.defaultdict(list)
     for (caption, columns), what, table in zip(TABLES.items(), ("flops", "sent", "kept"), tables):
         for place, rows in table.items():
             with_shares = sorted(
                 [(*row, row[-1] / max(whole.total(what), 1)) for row in rows], key=lambda row: -row[-1]
             )
             title = f"{caption}, {place or 'a line that is not known'}"
-            found[place].append(Table(title, columns, with_shares))
-    return found
+            by_line[place].append(Table(title, columns, with_shares))
+    return by_line
 
 
 # -- The source --------------------------------------------------------------------------------------------------------
 def blocks(ledger: Ledger, file: str, costly: set[str]) -> list[tuple[bool, list[tuple[int, int, Markup]]]]:
     """The lines of a file in blocks, folded where nothing costs anything: of each its number, indent and HTML."""
     visible = {number for number, _ in shown(ledger, file, costly)}
-    found = []
+    result = []
     lines = zip(itertools.count(1), ledger.texts[file], coloured(tuple(ledger.texts[file])))
     for is_visible, group in itertools.groupby(lines, key=lambda line: line[0] in visible):
         block = [(number, len(text) - len(text.lstrip(" ")), code) for number, text, code in group]
-        found.append((not is_visible and len(block) >= FOLDED, block))
-    return found
+        result.append((not is_visible and len(block) >= FOLDED, block))
+    return result
 
 
 @simplefilter
@@ -125,7 +125,7 @@ def three_colours(self, lexer, stream, options):
     """Comments (docstrings too), strings and keywords; all else has none."""
     for kind, text in stream:
         kind = Comment if kind in String.Doc else kind
-        yield next((each for each in (Comment, String, Keyword) if kind in each), Text), text
+        yield next((colour for colour in (Comment, String, Keyword) if kind in colour), Text), text
 
 
 @functools.cache  # for processes that write several pages

@@ -33,10 +33,10 @@ def sums(ledger: Ledger) -> dict[str, Line]:
     lines: dict[str, Line] = collections.defaultdict(Line)
     for row, times in ledger.costs.products.items():
         lines[row.line].add("flops", row.phase, row.flops * times, times * (row.phase != "backward"))
-    for each, times in ledger.costs.collectives.items():
-        sent = each.sent_bytes(ledger.mesh) * times
-        lines[each.line].add("sent", axes[each.axes], sent, times * (each.phase != "backward"))
-        lines[each.line].add("sent_in", each.phase, sent, 0)
+    for op, times in ledger.costs.collectives.items():
+        sent = op.sent_bytes(ledger.mesh) * times
+        lines[op.line].add("sent", axes[op.axes], sent, times * (op.phase != "backward"))
+        lines[op.line].add("sent_in", op.phase, sent, 0)
     for kept in ledger.saved:
         why = {"": "unasked", "input": "input", "gradient": "gradient"}.get(kept.why, "asked")
         lines[kept.line].add("kept", why, kept.bytes * kept.times, kept.times)
@@ -54,6 +54,6 @@ def all_lines(lines: dict[str, Line]) -> Line:
 def axes_of(ledger: Ledger) -> dict[tuple[str, ...], str]:
     """The class of each set of mesh axes that anything is sent over: axes0, axes1, ..."""
     place = {axis: number for number, axis in enumerate(ledger.mesh)}
-    found = {row.axes for row in ledger.costs.collectives}
-    order = sorted(found, key=lambda axes: (len(axes), [place[axis] for axis in axes]))
+    used = {row.axes for row in ledger.costs.collectives}
+    order = sorted(used, key=lambda axes: (len(axes), [place[axis] for axis in axes]))
     return {axes: f"axes{min(number, MANY_AXES - 1)}" for number, axes in enumerate(order)}

@@ -26,14 +26,14 @@ def render(template: str, folder: str | Path = FOLDER, **values: Any) -> str:
 
 @functools.cache
 def _environment(folder: str) -> jinja2.Environment:
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, FOLDER]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"shown": shown}
-    found.tests |= {"bar": lambda value: isinstance(value, Bar)}
-    found.globals |= {"words": WORDS}
-    return found
+    environment.filters |= {"shown": shown}
+    environment.tests |= {"bar": lambda value: isinstance(value, Bar)}
+    environment.globals |= {"words": WORDS}
+    return environment

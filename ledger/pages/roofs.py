@@ -16,10 +16,10 @@ def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
     known."""
     peak, rates = roofline.hardware.peak_flops_per_s or 0, _roofs(roofline)
     points = []  # phase, whether memory, FLOPs a byte, FLOP/s
-    for each in roofline.phases:
-        for is_memory, moved, took in ((True, each.hbm_bytes, each.hbm_s), (False, each.sent_bytes, each.sent_s)):
-            if peak and each.flops and moved and took:
-                points.append((each.name, is_memory, each.flops / moved, min(peak, each.flops / took)))
+    for phase in roofline.phases:
+        for is_memory, moved, took in ((True, phase.hbm_bytes, phase.hbm_s), (False, phase.sent_bytes, phase.sent_s)):
+            if peak and phase.flops and moved and took:
+                points.append((phase.name, is_memory, phase.flops / moved, min(peak, phase.flops / took)))
     if not points:
         return None
     intensities = [intensity for _, _, intensity, _ in points] + [peak / rate for rate in rates.values()]
@@ -51,13 +51,13 @@ def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
 def _roofs(roofline: Roofline) -> dict[str, float]:
     """The slopes: bytes/s of memory, and of each speed at which a part of the bytes is sent that is not negligible."""
     speeds: dict[float, set[str]] = {}
-    sent = sum(each.sent_bytes for each in roofline.sendings)
-    for each in roofline.sendings:
-        if each.bytes_per_s and each.sent_bytes > sent / 1000:
-            speeds.setdefault(each.bytes_per_s, set()).add(" × ".join(each.axes))
+    sent = sum(sending.sent_bytes for sending in roofline.sendings)
+    for sending in roofline.sendings:
+        if sending.bytes_per_s and sending.sent_bytes > sent / 1000:
+            speeds.setdefault(sending.bytes_per_s, set()).add(" × ".join(sending.axes))
     memory = roofline.hardware.hbm_bytes_per_s
-    found = {"memory": memory} if memory else {}
-    return found | {f"over {', '.join(sorted(axes))}": rate for rate, axes in sorted(speeds.items(), reverse=True)}
+    rates = {"memory": memory} if memory else {}
+    return rates | {f"over {', '.join(sorted(axes))}": rate for rate, axes in sorted(speeds.items(), reverse=True)}
 
 
 def _power(power: int) -> str:

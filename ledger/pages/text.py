@@ -63,13 +63,13 @@ def _annotated(ledger: Ledger, file: str, costs: dict[str, Line]) -> list[str]:
 
 def shown(ledger: Ledger, file: str, places: set[str]) -> list[tuple[int, str]]:
     """Numbers and texts of the lines of all functions and statements of a file that have one of these places."""
-    found, text = [], ledger.texts[file]
+    result, text = [], ledger.texts[file]
     for node in ast.parse("\n".join(text)).body:
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         numbers = range(first, (node.end_lineno or first) + 1)
         if any(f"{file}:{line}" in places for line in numbers):
-            found += [(line, text[line - 1]) for line in numbers]
-    return found
+            result += [(line, text[line - 1]) for line in numbers]
+    return result
 
 
 def _totals(ledger: Ledger) -> list[str]:

@@ -153,7 +153,7 @@ class Checkpoints:
         failed, is_leader = f"checkpoint {self._store.path(name)} could not be saved", self._hosts.is_leader
         write = functools.partial(checkpoint_writing.write_chunks, self._store, name, chunks, self._pool)
         self._together(failed, lambda: self._make_room(name) if is_leader else None)
-        checksums = {file: checksum for each in self._together(failed, write) for file, checksum in each.items()}
+        checksums = {file: checksum for of_file in self._together(failed, write) for file, checksum in of_file.items()}
         parts = self._store, name, grids, checksums, attributes, self._pool
         self._together(failed, lambda: checkpoint_writing.complete(*parts) if is_leader else None)
         self._complete.add(name)

@@ -149,15 +149,15 @@ class RemoteStore:
 
     def names(self, name: str = "") -> list[str]:
         try:
-            found = self._retried(lambda: self._files._ls(self._at(name), detail=False))
+            paths = self._retried(lambda: self._files._ls(self._at(name), detail=False))
         except FileNotFoundError:
             return []
-        return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != self._at(name)]
+        return [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != self._at(name)]
 
     def files(self, name: str) -> dict[str, int]:
         top = self._at(name)
-        found = self._retried(lambda: self._files._find(top, detail=True))
-        return {path.removeprefix(top + "/"): entry["size"] for path, entry in found.items() if path != top}
+        entries = self._retried(lambda: self._files._find(top, detail=True))
+        return {path.removeprefix(top + "/"): entry["size"] for path, entry in entries.items() if path != top}
 
     def remove(self, name: str) -> None:
         try:

@@ -132,7 +132,7 @@ def _metadata(
             },
         )
     attributes = {**attributes, form.STEP: int(name)}
-    checksums = {file: google_crc32c.value(each.to_bytes()) for file, each in files.items() if file != "zarr.json"}
+    checksums = {file: google_crc32c.value(text.to_bytes()) for file, text in files.items() if file != "zarr.json"}
     checksums[""] = form.attributes_checksum(attributes)
     group.attrs.update({**attributes, form.CHECKSUMS: checksums, form.COMPLETED: True})
     return {file: content.to_bytes() for file, content in files.items()}

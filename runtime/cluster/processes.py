@@ -82,11 +82,11 @@ def prepare_devices(config: Any) -> None:
 
 def check_num_hosts(config: Any, process_count: int) -> None:
     """Raises RunError: the job does not have num_hosts processes."""
-    if (given := config.num_hosts) != process_count:
+    if (num_hosts := config.num_hosts) != process_count:
         has = f"this job has {process_count} process{'es' if process_count > 1 else ''}"
-        start_one = f"start one {f'on each of {given} hosts' if given > 1 else 'alone'}"
+        start_one = f"start one {f'on each of {num_hosts} hosts' if num_hosts > 1 else 'alone'}"
         where = config.origins.of("num_hosts")
-        raise RunError(f"{where}: num_hosts = {given}: {has}: {start_one}, or set num_hosts={process_count}")
+        raise RunError(f"{where}: num_hosts = {num_hosts}: {has}: {start_one}, or set num_hosts={process_count}")
 
 
 def check_mesh(config: Any, device_count: int, platform: str) -> None:
@@ -132,7 +132,7 @@ def _launched(config: Any) -> tuple[str | None, int | None]:
 
 
 def _join(config: Any, launcher: str | None) -> None:
-    given, host = config.cluster, socket.gethostname()
+    cluster, host = config.cluster, socket.gethostname()
     # JAX ends with status 134, and does not say who is missing.
     says = f"host {host}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; after {START_S} s "
     says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?\n"
@@ -141,9 +141,9 @@ def _join(config: Any, launcher: str | None) -> None:
     waiting.start()
     try:
         jax.distributed.initialize(
-            given.coordinator,
-            num_processes=None if given.coordinator is None else config.num_hosts,
-            process_id=given.process_id,
+            cluster.coordinator,
+            num_processes=None if cluster.coordinator is None else config.num_hosts,
+            process_id=cluster.process_id,
             local_device_ids=_local_devices(),
             initialization_timeout=START_S,
             heartbeat_timeout_seconds=SILENT_S,
@@ -154,8 +154,8 @@ def _join(config: Any, launcher: str | None) -> None:
         fix = f"start it by {launchers}, or set cluster.coordinator=HOST:PORT and cluster.process_id"
         raise RunError(f"num_hosts = {config.num_hosts}, but {why}: {fix}") from error
     except RuntimeError as error:  # JaxRuntimeError is one
-        found = launcher or "as JAX found the processes"
-        raise RunError(f"host {host}: jax.distributed did not start ({found}): {error}") from error
+        how = launcher or "as JAX found the processes"
+        raise RunError(f"host {host}: jax.distributed did not start ({how}): {error}") from error
     finally:
         waiting.cancel()
 
@@ -220,10 +220,10 @@ def table(mesh: Mesh, names: Sequence[str]) -> list[str]:
     process = np.vectorize(lambda device: device.process_index)(devices)
     rows = [("process", "host", "devices")]
     for index, name in enumerate(names):
-        own = np.argwhere(process == index)
-        ranges = zip(mesh.axis_names, own.min(axis=0), own.max(axis=0))
+        places = np.argwhere(process == index)
+        ranges = zip(mesh.axis_names, places.min(axis=0), places.max(axis=0))
         part = ", ".join(f"{axis} {first}" + (f"-{last}" if last > first else "") for axis, first, last in ranges)
-        rows.append((str(index), name, f"{len(own)} × {devices[tuple(own[0])].device_kind}: {part}"))
+        rows.append((str(index), name, f"{len(places)} × {devices[tuple(places[0])].device_kind}: {part}"))
     crossed, group = crossing(mesh), _group(devices)
     within = [axis for axis, size in mesh.shape.items() if axis not in crossed and size > 1]
     crosses = f"axis {' and axis '.join(crossed)} crosses {group}s" if crossed else f"no axis leaves a {group}"

@@ -25,7 +25,7 @@ class SlowHosts:
         mesh = jax.sharding.get_mesh()
         self._process_of = [device.process_index for device in mesh.devices.flat]
         self._split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-        self._gather = jax.jit(lambda own: own, out_shardings=jax.NamedSharding(mesh, jax.P()))
+        self._gather = jax.jit(lambda time_s: time_s, out_shardings=jax.NamedSharding(mesh, jax.P()))
         self._due: tuple[int, jax.Array] | None = None
         self._begin()
 
@@ -41,9 +41,9 @@ class SlowHosts:
         """Sends this host's times since the last exchange, two float32 a device. Returns lines that name, once each,
         the hosts that were slow before the last exchange. No device waits for a host here."""
         lines, before = [], self._due
-        own = np.array([[self._own_s, time.monotonic() - self._began]], np.float32) / max(self._steps, 1)
+        time_s = np.array([[self._own_s, time.monotonic() - self._began]], np.float32) / max(self._steps, 1)
         shape = (len(self._process_of), 2)
-        placed: Any = jax.make_array_from_callback(shape, self._split, lambda index: own)
+        placed: Any = jax.make_array_from_callback(shape, self._split, lambda index: time_s)
         self._due = step, self._gather(placed)
         if before is not None:
             lines = self._slow(before[0], np.asarray(before[1]))
@@ -51,13 +51,15 @@ class SlowHosts:
         return lines
 
     def _slow(self, step: int, times: np.ndarray) -> list[str]:
-        own = dict(zip(self._process_of, times[:, 0].tolist()))
-        step_s, median_s = float(times[:, 1].max()), statistics.median_low(own.values())
-        slow = {process for process, s in own.items() if s > max(TIMES_THE_MEDIAN * median_s, SHARE_OF_STEP * step_s)}
+        times_s = dict(zip(self._process_of, times[:, 0].tolist()))
+        step_s, median_s = float(times[:, 1].max()), statistics.median_low(times_s.values())
+        slow = {
+            process for process, s in times_s.items() if s > max(TIMES_THE_MEDIAN * median_s, SHARE_OF_STEP * step_s)
+        }
         new, self._named = sorted(slow - self._named), slow
         return [
             f"warning: host {self._names[process]} (process {process} of {len(self._names)}) is slow: up to step "
-            f"{step} it took {own[process]:.2f} s a step to load its rows and start the step, the median host "
+            f"{step} it took {times_s[process]:.2f} s a step to load its rows and start the step, the median host "
             f"{median_s:.2f} s; a step took {step_s:.2f} s"
             for process in new
         ]

@@ -104,7 +104,7 @@ def multiply_bfloat16() -> None:
     from jax.interpreters import mlir
 
     def lower(context, x, y, **how):
-        all_bfloat16 = all(each.dtype == jnp.bfloat16 for each in (*context.avals_in, *context.avals_out))
+        all_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in (*context.avals_in, *context.avals_out))
         sums = {**how, "preferred_element_type": jnp.dtype(jnp.float32)} if all_bfloat16 else how
 
         def multiply(x, y):

@@ -32,8 +32,8 @@ def read(config_class: type[C], arguments: Sequence[str]) -> C:
     content: dict[str, Any] = {}
     words: list[str] = []
     for text in arguments:
-        if given := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL):
-            _set(content, given[1], _value(given[1], given[2], known))
+        if match := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL):
+            _set(content, match[1], _value(match[1], match[2], known))
         elif text.startswith("-"):
             key = text.lstrip("-").partition("=")[0]
             raise RunError(f"{COMMAND_LINE}: {text} is no flag: keys are given as {key}=VALUE, and --help lists them")

@@ -23,14 +23,14 @@ def check_combinations(config: Any) -> None:
 def _sources(config: Any) -> Iterator[str]:
     """Problems unless exactly one of three keys says where the data come from."""
     of = config.origins.of
-    given = [key for key in ("flat_tokens.filespec", "mixture", "hf_dataset.path") if attrgetter(key)(config)]
-    if not given:
+    sources = [key for key in ("flat_tokens.filespec", "mixture", "hf_dataset.path") if attrgetter(key)(config)]
+    if not sources:
         fix = "expected the data set to train on, or `mixture`, or hf_dataset.path; add flat_tokens.filespec=..."
         yield f"{config.origins.config_file}: flat_tokens.filespec is missing: {fix}"
-    for other in given[1:]:
-        empty = "[]" if given[0] == "mixture" else "null"
-        fix = f"expected one of them; delete the other, on the command line by {given[0]}={empty}"
-        yield f"{of(other)}: {other} is set, and so is {given[0]} ({of(given[0])}): {fix}"
+    for other in sources[1:]:
+        empty = "[]" if sources[0] == "mixture" else "null"
+        fix = f"expected one of them; delete the other, on the command line by {sources[0]}={empty}"
+        yield f"{of(other)}: {other} is set, and so is {sources[0]} ({of(sources[0])}): {fix}"
     names = [source.filespec for source in config.mixture]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -70,7 +70,7 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     yield coordinator is not None and hosts == 1, "num_hosts", how_many
     axes = vars(config.mesh)
     devices = math.prod(axes.values())
-    keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis in axes], axes.values()))
+    keys, sizes = (" × ".join(map(str, words)) for words in ([f"mesh.{axis}" for axis in axes], axes.values()))
     shared = f"the mesh's {devices} devices ({keys} = {sizes}) cannot be shared evenly by {hosts} hosts"
     yield devices % hosts > 0, "num_hosts", f"{shared}: set num_hosts to {nearest_divisors(devices, hosts)}"
 

@@ -234,10 +234,10 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
     return config
 
 
-def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
+def _model_name(model_name: Any, node: Any, command_line: Sequence[str]) -> Any:
     """The run's name: as set, or the config's; in a sweep with the overrides in which jobs differ, so their folders
     differ."""
-    name = Path(node.job.config_name).name if given == MISSING else given
+    name = Path(node.job.config_name).name if model_name == MISSING else model_name
     if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
         return name
     parsed = OverridesParser.create().parse_overrides(list(command_line))
@@ -248,18 +248,18 @@ def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
 
 def _origins(node: Any) -> Origins:
     """Where each key was set. hydra forgets it, so its files are read once more, in its order."""
-    given: Any = OmegaConf.to_container(node.overrides, resolve=False)  # with ${...} as it is
+    written: Any = OmegaConf.to_container(node.overrides, resolve=False)  # with ${...} as it is
     folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
     loader, main_file = GlobalHydra.instance().config_loader(), COMMAND_LINE
     by_key: dict[str, str] = {}
-    name, overrides = node.job.config_name, [*given["hydra"], *given["task"]]
+    name, overrides = node.job.config_name, [*written["hydra"], *written["task"]]
     for default in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
         stem = str(default.config_path).removesuffix(".yaml")
         for file in [path for folder in folders if (path := folder / f"{stem}.yaml").is_file()][:1]:
             tree: Any = OmegaConf.to_container(OmegaConf.load(file))
             by_key |= dict.fromkeys(flat({default.package: tree} if default.package else tree), from_here(file))
             main_file = from_here(file) if stem == name.removesuffix(".yaml") else main_file
-    for override in given["task"]:
+    for override in written["task"]:
         key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
         below = [other for other in by_key if f"{other}.".startswith(f"{key}.") or key.startswith(f"{other}.")]
         by_key |= dict.fromkeys([*below, key], COMMAND_LINE)

@@ -103,10 +103,10 @@ def build(text: str) -> None:
     limit(BYTES + 64 * len(text), SECONDS + len(text) // 2**20)  # a megabyte takes 0.1 s
     backend = tokenizers.Tokenizer.from_str(text)
     backend.no_padding()
-    for each in ("", "a b"):
-        ids = backend.encode(each, add_special_tokens=True).ids
+    for sample in ("", "a b"):
+        ids = backend.encode(sample, add_special_tokens=True).ids
         if len(ids) > MOST_IDS:
-            raise ValueError(f"it makes {len(ids)} ids of {len(each)} characters")
+            raise ValueError(f"it makes {len(ids)} ids of {len(sample)} characters")
         backend.decode(ids)
 
 

@@ -261,7 +261,7 @@ class Loader:
 
     def rows_of(self, step: int) -> list[str]:
         """Where each row of a step's batch, on all hosts, comes from: for a person who looks at a bad step."""
-        first, after = (self._growing_batch.start(each) for each in (step, step + 1))
+        first, after = (self._growing_batch.start(number) for number in (step, step + 1))
         sources, ordinals = self._places.at(np.arange(first, after))
         there = ordinals < self._counts[sources]
         pairs = zip(sources[there].tolist(), ordinals[there].tolist())
@@ -300,13 +300,13 @@ class Loader:
 
     def _most_memory(self, io_threads: int) -> int:
         """Bytes of the host that reading takes, at most."""
-        own = len(self._host_rows[self._batch])
+        rows_here = len(self._host_rows[self._batch])
         self._weight_type = np.result_type(*(source.split.weight_type for source in self._sources))
-        rows = (BATCHES_AHEAD + 2) * own * 2  # of batches
+        rows = (BATCHES_AHEAD + 2) * rows_here * 2  # of batches
         for source in self._sources:
             buffer = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
             if len(self._sources) == 1:  # of a mixture all rows of a source may be one host's
-                buffer = min(buffer, (buffer // self._batch + 2) * own)
+                buffer = min(buffer, (buffer // self._batch + 2) * rows_here)
             rows += (1 + BUFFERS_AHEAD) * buffer
         splits = [source.split for source in self._sources]
         arrays = [array for split in splits for array in (split.encoded_tokens, split.seq_starts, split.weight)]

@@ -79,11 +79,11 @@ def find_files(pattern: str) -> list[File]:
     with reading(pattern):
         file_system, path = fsspec.core.url_to_fs(os.path.expanduser(pattern))
         paths = sorted(file_system.glob(path)) if any(mark in path for mark in "*?[") else [path]
-        found = [(file_system.unstrip_protocol(each), file_system.info(each)) for each in paths]
-    if found and paths == [path] and found[0][1]["type"] == "directory":
+        matches = [(file_system.unstrip_protocol(match), file_system.info(match)) for match in paths]
+    if matches and paths == [path] and matches[0][1]["type"] == "directory":
         raise RunError(f"{pattern} is a folder, expected files: say {pattern.rstrip('/')}/*.txt or such")
     files = []
-    for url, about in found:
+    for url, about in matches:
         if about["type"] != "directory":
             if url.startswith("file://"):  # here, since rows are opened by a package
                 with reading(pattern):
@@ -110,13 +110,13 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
         with reading(where):
             builder = datasets.load_dataset_builder(where, name or None)
             splits = {str(split): names for split, names in (builder.config.data_files or {}).items()}
-            kind, *others = {_plain(each) for names in splits.values() for each in names} or {None}
+            kind, *others = {_plain(name) for names in splits.values() for name in names} or {None}
             if kind == "lines":  # or one JSON array
                 with _open(next(iter(splits.values()))[0]) as (file, _):
                     kind = None if file.read(100).lstrip(codecs.BOM_UTF8).lstrip().startswith(b"[") else kind
             if kind is not None and not others:
                 return {
-                    split: [File(kind, each, version=str(builder.hash)) for each in names]
+                    split: [File(kind, name, version=str(builder.hash)) for name in names]
                     for split, names in splits.items()
                 }
             if getattr(builder.config, "batch_size", 0) is None:

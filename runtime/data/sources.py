@@ -47,7 +47,7 @@ def growing_split(config: Any, split: str) -> GrowingSplit:
     name = "train" if split == "train" else stream.validation_split
     splits = find_splits(stream.path, stream.name)
     if name not in splits:
-        held = ", ".join(f"'{each}'" for each in splits)
+        held = ", ".join(f"'{name}'" for name in splits)
         fix = "" if split == "train" else "set hf_dataset.validation_split to one of them, or "
         raise RunError(f"{where} has no split '{name}'; it holds {held}: {fix}add {name}.jsonl to a folder of your own")
     keys = {

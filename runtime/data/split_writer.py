@@ -47,10 +47,10 @@ def write_split(
     if split in dataset and not overwrite:
         raise RunError(f"{where} is there already: write to a new path, or say overwrite=true to replace it")
     with run_errors(f"cannot write {where}"):
-        given, targets = (is_target, "is_target") if weight is None else (weight, "weight")
+        values, targets = (is_target, "is_target") if weight is None else (weight, "weight")
         dtype = np.dtype(TARGETS[targets])
-        writer = SplitWriter(dataset, split, targets=None if given is None else targets, chunk_tokens=chunk_tokens)
-        masks = None if given is None else iter(given)
+        writer = SplitWriter(dataset, split, targets=None if values is None else targets, chunk_tokens=chunk_tokens)
+        masks = None if values is None else iter(values)
         for index, sequence in enumerate(sequences):
             ids, what = np.asarray(sequence), f"sequence {index} for {where}"
             whole = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
@@ -123,7 +123,7 @@ class SplitWriter:
         self._starts = _Appender(self.group, "seq_starts", self.sequence_count)
         self._targets = _Appender(self.group, targets, self.token_count) if targets else None
         self._has_targets = {f"has_{targets}": True} if targets else {}
-        self._appenders = [each for each in (self._tokens, self._starts, self._targets) if each is not None]
+        self._appenders = [appender for appender in (self._tokens, self._starts, self._targets) if appender is not None]
 
     def append(
         self,

@@ -70,7 +70,7 @@ class Tokenizer:
         """Raises RunError: a field, which a file may say, is of another type."""
         special = self.special_tokens.items() if isinstance(self.special_tokens, dict) else [(None,)]
         texts = [self.name, self.json, self.chat_template, *chain(*special)]
-        if not all(isinstance(each, str) for each in texts) or type(self.bos_id) is not int or self.bos_id < 0:
+        if not all(isinstance(text, str) for text in texts) or type(self.bos_id) is not int or self.bos_id < 0:
             raise RunError(f"the tokenizer {str(self.name)[:100]} has a field of another type: {EXPECTED}")
 
     @cached_property
@@ -94,7 +94,7 @@ class Tokenizer:
         with PlainExceptions(f"the tokenizer {self.name} does not encode a text ({{}})"):
             encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        ids = np.fromiter(chain.from_iterable(each.ids for each in encodings), np.uint32, int(lengths.sum()))
+        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.uint32, int(lengths.sum()))
         return ids, lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "tokens"]]:
@@ -203,7 +203,7 @@ def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
         where = os.path.dirname(where) if os.path.basename(where) == "tokenizer.json" else where
         files = [where]
     if os.path.isdir(where):
-        files = [each.path for each in os.scandir(where) if each.name.endswith(TOKENIZER_SUFFIXES)]
+        files = [entry.path for entry in os.scandir(where) if entry.name.endswith(TOKENIZER_SUFFIXES)]
     try:
         for file in files:
             open_file(file, LARGEST_BYTES).close()
@@ -374,11 +374,11 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, li
 
 
 def _checked_messages(messages: Sequence[dict]) -> list[dict]:
-    def is_message(each: Any) -> bool:
+    def is_message(value: Any) -> bool:
         return (
-            isinstance(each, dict)
-            and isinstance(each.get("role"), str)
-            and (isinstance(each.get("content"), str) or bool(each.get("tool_calls")))
+            isinstance(value, dict)
+            and isinstance(value.get("role"), str)
+            and (isinstance(value.get("content"), str) or bool(value.get("tool_calls")))
         )
 
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):

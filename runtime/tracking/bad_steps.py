@@ -45,12 +45,12 @@ class BadSteps:
 
 def not_finite(state: Any) -> list[str]:
     """Where this process's devices hold numbers that are not finite: 'weights/embed on device 3 (d 1, t 1)'."""
-    devices, found = jax.sharding.get_mesh().devices, []
+    devices, places = jax.sharding.get_mesh().devices, []
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         for shard in leaf.addressable_shards:
             if not np.isfinite(np.asarray(shard.data)).all():
                 axes = zip(jax.sharding.get_mesh().axis_names, np.argwhere(devices == shard.device)[0], strict=True)
                 place = ", ".join(f"{axis} {index}" for axis, index in axes)
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
-                found.append(f"{name} on device {shard.device.id} ({place})")
-    return found
+                places.append(f"{name} on device {shard.device.id} ({place})")
+    return places

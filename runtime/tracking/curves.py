@@ -74,15 +74,15 @@ class Curve:
 def curves(run: Recorded) -> dict[str, Curve]:
     """All metrics of a run; what is null or no finite number is left out."""
     begin = run.lines[0]["time"] if run.lines else 0.0
-    found: dict[str, Curve] = {}
+    by_name: dict[str, Curve] = {}
     for line in run.lines:
         for name, value in numbers(line).items():
             if math.isfinite(value):
-                curve = found.setdefault(name, Curve(name, [], [], []))
+                curve = by_name.setdefault(name, Curve(name, [], [], []))
                 curve.step.append(line["step"])
                 curve.hours.append(float(f"{(line['time'] - begin) / 3600:.5g}"))
                 curve.value.append(float(f"{value:.7g}"))
-    return {name: _thinned(curve) for name, curve in found.items() if name != "skipped_steps" or any(curve.value)}
+    return {name: _thinned(curve) for name, curve in by_name.items() if name != "skipped_steps" or any(curve.value)}
 
 
 def _thinned(curve: Curve) -> Curve:
@@ -95,9 +95,9 @@ def charts(runs: list[Recorded]) -> list[Chart]:
     """The charts that these runs have curves for. One run's weights share a chart for each norm; with several runs each
     weight has a chart of its own, and a run the same colour everywhere."""
     of_runs = [curves(run) for run in runs]
-    names = list(dict.fromkeys(name for each in of_runs for name in each))
-    wanted = [(title, unit, "", [name for name in given if name in names]) for title, unit, given in CHARTS]
-    left = [name for name in names if not any(name in given for *_, given in wanted)]
+    names = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
+    wanted = [(title, unit, "", [name for name in metrics if name in names]) for title, unit, metrics in CHARTS]
+    left = [name for name in names if not any(name in metrics for *_, metrics in wanted)]
     for family in dict.fromkeys(name.partition("/")[0] for name in left):
         title, unit = FAMILIES.get(family, (family.replace("_", " "), ""))
         mine = [name for name in left if name.partition("/")[0] == family]
@@ -105,14 +105,16 @@ def charts(runs: list[Recorded]) -> list[Chart]:
             wanted.append((title, unit, "", mine))
         else:
             wanted += [(name.partition("/")[2] or name, unit, title, [name]) for name in mine]
-    found = []
-    for title, unit, family, given in wanted:
+    result = []
+    for title, unit, family, metrics in wanted:
         drawn = enumerate(zip(runs, of_runs))
-        series = [(run.name, index, each[name]) for index, (run, each) in drawn for name in given if name in each]
+        series = [
+            (run.name, index, by_name[name]) for index, (run, by_name) in drawn for name in metrics if name in by_name
+        ]
         if series:
-            html = _figure(series, unit, of_several=len(runs) > 1, several_metrics=len(given) > 1)
-            found.append(Chart(title, unit, family, len(series) > 10, html))
-    return found
+            html = _figure(series, unit, of_several=len(runs) > 1, several_metrics=len(metrics) > 1)
+            result.append(Chart(title, unit, family, len(series) > 10, html))
+    return result
 
 
 def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool, several_metrics: bool) -> str:

@@ -104,21 +104,21 @@ def keep_report(folder: Path, _: str, is_over: IsOver) -> None:
 def main(arguments: list[str]) -> None:
     """arguments: a run folder, to=, once=true; run=true of the run that starts this process."""
     # A run of a sweep has a folder such as runs/x_training.learning_rate=1e-3.
-    keys = [each for each in arguments if each.partition("=")[0] in ("to", "once", "run")]
-    given, folders = dict(each.split("=", 1) for each in keys), [Path(each) for each in arguments if each not in keys]
-    to = given.pop("to", "")
+    keys = [text for text in arguments if text.partition("=")[0] in ("to", "once", "run")]
+    options, folders = dict(text.split("=", 1) for text in keys), [Path(text) for text in arguments if text not in keys]
+    to = options.pop("to", "")
     targets: dict[str, Any] = {**dict.fromkeys(TRACKERS, send), "report": keep_report}
     if len(folders) != 1 or to not in targets:
         raise RunError(f"expected {USAGE}{', '.join(targets)}; got {' '.join(arguments) or 'nothing'}")
     if not folders[0].is_dir():
         raise RunError(f"{folders[0]} is no folder: expected that of a run, runs/NAME")
-    if given.get("run") == "true":
+    if options.get("run") == "true":
         # The run holds the other end of standard input, which is closed however it ends. No package shall read it.
         ends = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         targets[to](folders[0], to, lambda seconds: bool(select.select([ends], [], [], seconds)[0]))
     else:
-        stop, once = threading.Event(), given.get("once") == "true"
+        stop, once = threading.Event(), options.get("once") == "true"
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         targets[to](folders[0], to, lambda seconds: once or stop.wait(seconds))

@@ -77,17 +77,17 @@ class _Graph:
                 self.nodes[computation.name, instruction.name] = node
                 together.setdefault(node, []).append((instruction, described))
         for node, same in together.items():
-            shapes = list(dict.fromkeys(_short(each.shape) for each, _ in same))
+            shapes = list(dict.fromkeys(_short(op.shape) for op, _ in same))
             shape = shapes[0] + (" and others" if len(shapes) > 1 else "")
             kind, title, place = same[0][1]
             times = f" ×{len(same)}" if len(same) > 1 else ""
             label = r"\n".join(filter(None, [title + times, shape, place]))
-            graph.node(node, label, fillcolor=COLORS[kind], tooltip=", ".join(each.name for each, _ in same[:20]))
+            graph.node(node, label, fillcolor=COLORS[kind], tooltip=", ".join(op.name for op, _ in same[:20]))
 
     def _has_nodes(self, computation: Computation) -> bool:
         return any(
-            self._described(each) or any(self._has_nodes(callee) for callee, _ in self._framed(each))
-            for each in computation.instructions.values()
+            self._described(op) or any(self._has_nodes(callee) for callee, _ in self._framed(op))
+            for op in computation.instructions.values()
         )
 
     def _framed(self, instruction: Instruction) -> list[tuple[Computation, int | None]]:
@@ -111,7 +111,7 @@ class _Graph:
         """Its kind, its title and its source line; None of what is not drawn."""
         if instruction.is_done or instruction.opcode in FRAMES:
             return None
-        opcodes = {each.opcode for each in self.module.inner(instruction)}
+        opcodes = {inner.opcode for inner in self.module.inner(instruction)}
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
         named = sorted(opcodes & (COLLECTIVES | PRODUCTS))
         title = ", ".join(named) or (target[1] if target else "")
@@ -142,17 +142,17 @@ class _Graph:
 
     def _makers(self, computation: Computation, instruction: Instruction) -> set[str]:
         """The nodes that make an instruction's operands, through what is not drawn."""
-        found, seen = set(), set()
+        makers, seen = set(), set()
         waiting: list[Value] = [(computation, name, None) for name in instruction.operands]
         while waiting:
             place, name, index = waiting.pop()
             if (place.name, name, index) not in seen:
                 seen.add((place.name, name, index))
                 if node := self.nodes.get((place.name, name)):
-                    found.add(node)
+                    makers.add(node)
                 else:
                     waiting += self._behind(place, place.instructions[name], index)
-        return found
+        return makers
 
     def _behind(self, computation: Computation, instruction: Instruction, index: int | None) -> list[Value]:
         """The values that one which is not drawn is made of (of a tuple: its item `index`, or all)."""

@@ -32,7 +32,7 @@ def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str,
     for name in metrics:
         array = np.asarray(fetched[name])
         elements = names if name.endswith("_of") else range(array.size)
-        keys = [f"{name}/{each}" for each in elements] if array.ndim else [name]
+        keys = [f"{name}/{element}" for element in elements] if array.ndim else [name]
         values |= dict(zip(keys, array.reshape(-1).tolist(), strict=True))
     return values
 

@@ -85,12 +85,12 @@ def read_run(path: str | Path) -> Recorded:
 
     def parsed(name: str, read: Callable[[str], Any]) -> dict[str, Any]:
         try:
-            found = read(beside(name) or "{}")
+            values = read(beside(name) or "{}")
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise RunError(f"{file.parent / name} is damaged ({str(error).splitlines()[0]}): remove it") from error
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise RunError(f"{file.parent / name} is damaged: expected keys with values; remove it")
-        return found
+        return values
 
     return Recorded(
         name=path.resolve().name if path.is_dir() else path.name,

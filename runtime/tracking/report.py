@@ -120,10 +120,10 @@ def _page(template: str, runs: list[Recorded], **values: Any) -> str:
 
     from runtime.tracking.curves import charts
 
-    found: dict[str, list] = {}
+    by_family: dict[str, list] = {}
     for chart in charts(runs):
-        found.setdefault(chart.family, []).append(chart)
-    return render(template, Path(__file__).parent, runs=runs, families=found, plotly=get_plotlyjs(), **values)
+        by_family.setdefault(chart.family, []).append(chart)
+    return render(template, Path(__file__).parent, runs=runs, families=by_family, plotly=get_plotlyjs(), **values)
 
 
 def _cards(run: Recorded) -> list[tuple[str, str, str]]:

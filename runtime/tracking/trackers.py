@@ -139,4 +139,4 @@ def trackio(run: Tracked) -> Iterator[Log]:
         trackio.finish()
 
 
-TRACKERS = {each.__name__: each for each in (tensorboard, wandb, clearml, trackio)}
+TRACKERS = {tracker.__name__: tracker for tracker in (tensorboard, wandb, clearml, trackio)}

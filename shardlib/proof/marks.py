@@ -129,6 +129,6 @@ def on_each(axis: str):
 
 def _by_itself(rule, axes, states):
     """What a rule that does not know these axes says: of one device's own values, one device's own results."""
-    apart = frozenset().union(*(state.without_dim & axes for state in states))
-    inside = [replace(state, split=state.split - apart, without_dim=state.without_dim - apart) for state in states]
-    return [replace(state, split=state.split | apart, without_dim=state.without_dim | apart) for state in rule(inside)]
+    gone = frozenset().union(*(state.without_dim & axes for state in states))
+    inside = [replace(state, split=state.split - gone, without_dim=state.without_dim - gone) for state in states]
+    return [replace(state, split=state.split | gone, without_dim=state.without_dim | gone) for state in rule(inside)]

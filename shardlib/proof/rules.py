@@ -382,7 +382,7 @@ def _triangular(equation) -> Whole:
 
 def _padded(equation) -> Whole:
     amounts = enumerate(equation.params["padding_config"])
-    yield 0, [dim for dim, each in amounts if any(is_part(amount) or amount for amount in each)], "runs along"
+    yield 0, [dim for dim, of_dim in amounts if any(is_part(amount) or amount for amount in of_dim)], "runs along"
 
 
 def _updated(equation) -> Whole:

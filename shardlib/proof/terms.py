@@ -9,7 +9,7 @@ CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call 
 _IDENTITIES = {"name", "copy", "copy_p", "reshard", "optimization_barrier"}
 
 
-def same_values(eqn, traced, operands: list[int], given: list[int]) -> bool:
+def same_values(eqn, traced, operands: list[int], inputs: list[int]) -> bool:
     """Whether a function with rules for gradients has the values that `traced` computes first, from these operands
     and then others: at the results with these places."""
     terms = Terms()
@@ -17,7 +17,7 @@ def same_values(eqn, traced, operands: list[int], given: list[int]) -> bool:
     of_function = terms.of(inner_jaxprs(eqn)[0], arguments)
     others = [terms.argument(index) for index in range(len(traced.jaxpr.invars) - len(operands))]
     of_rule = terms.of(traced, [*(arguments[index] for index in operands), *others])
-    return all(of_rule[place] == of_function[index] for place, index in enumerate(given))
+    return all(of_rule[place] == of_function[index] for place, index in enumerate(inputs))
 
 
 class Terms:
@@ -69,7 +69,7 @@ class Terms:
 
     def parameter(self, key, value):
         if isinstance(value, (tuple, list)):
-            return key, *(self.parameter(key, each) for each in value)
+            return key, *(self.parameter(key, item) for item in value)
         if hasattr(jaxpr := getattr(value, "jaxpr", value), "eqns"):
             inner = [self.argument(("inner", index)) for index in range(len(jaxpr.invars))]
             return key, *self.of(value, inner)
@@ -79,10 +79,10 @@ class Terms:
 def inner_jaxprs(eqn) -> list:
     """The jaxprs among an equation's parameters."""
     return [
-        each
+        item
         for value in eqn.params.values()
-        for each in (value if isinstance(value, (tuple, list)) else (value,))
-        if hasattr(getattr(each, "jaxpr", each), "eqns")
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(getattr(item, "jaxpr", item), "eqns")
     ]
 
 

@@ -116,8 +116,8 @@ def traced(function, check: Check, arguments: list, axes: dict[str, int] | None 
         raise ShardingError(f"{_OUTSIDE.format(unbound(error, check.axes))}\n  at {line_of(error)}") from error
     # JAX's own, shapes that do not fit, and what a program raises that does not expect these sizes.
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
-        own = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else shown(error)
-        text = next((text for said, text in _MEANT if re.search(said, own)), own)
+        message = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else shown(error)
+        text = next((text for said, text in _MEANT if re.search(said, message)), message)
         if isinstance(error, KeyError) and error.args[0] in check.axes:  # get_abstract_mesh().shape['d']
             text = _OUTSIDE.format(error.args[0])
         raise ShardingError(f"{text or type(error).__name__}\n  at {line_of(error)}") from error
