@@ -103,7 +103,7 @@ def _ring(recipe, axes):
         return attend(*operands)
 
     require_local(recipe, axes)
-    return Plan(run, moves=(axis,), calls=True)
+    return Plan(run, moves=(axis,), needs_all=True, calls=True)
 
 
 def _going_round(recipe) -> tuple[list[bool], str]:

@@ -66,6 +66,7 @@ class Plan:
     Attributes:
       run: `run(*operands, **options)` is what one device computes from what it holds of the operands.
       moves: the axes over which it sends.
+      needs_all: every device of the mesh takes part, as XLA has it of a permutation along any axis.
       sizes: where it makes new dims, a function from the known dims' sizes to the new ones'; `run` then gets the
         result's `shape` on a device as well.
       rule: for the check, a function from the operands' states to the results', where the string does not say them.
@@ -75,6 +76,7 @@ class Plan:
 
     run: Callable
     moves: tuple[str, ...] = ()
+    needs_all: bool = False
     sizes: Callable | None = None
     rule: Callable | None = None
     calls: bool = False
@@ -124,7 +126,8 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
     closed_over = [value for value in sealed.consts if isinstance(value, jax.core.Tracer)] if sealed else []
     made = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
     made = made if len(made) > 1 else made[0]
-    known = dict(where=where(), moves=planned.moves, sealed=sealed, closed_over=closed_over)
+    moves = all_mapped_axes() if planned.needs_all else planned.moves
+    known = dict(where=where(), moves=moves, sealed=sealed, closed_over=closed_over)
     return marks.mark(said, rule, made, *operands, **known)
 
 
@@ -615,13 +618,13 @@ def _ppermute(recipe, axes):
             f"move blocks, of another size on each mesh\n  fix: shardops.regroup('L/{split} -> {split}/{split} l', x) "
             "makes such a dim; where there are several, mark the one that moves with [ ]"
         )
-    (axis,) = moves = moving[0].axes
+    (axis,) = moving[0].axes
     count = axes[axis]
 
     def run(x, shift):
         return lax.ppermute(x, axis, [(at, (at + shift) % count) for at in range(count)]) if count > 1 else x
 
-    return Plan(run, moves)
+    return Plan(run, moves=(axis,), needs_all=True)
 
 
 # -- Nothing is sent ---------------------------------------------------------------------------------------------------
@@ -702,12 +705,12 @@ def _equation(recipe, axes) -> str:
     dims = tuple(lies[name] for name in recipe.result.names)
     contracted = {axis for name, dim in lies.items() if name not in recipe.result.names for axis in dim.axes}
     pending = _ordered({*contracted, *first.pending, *second.pending}, axes)
-    used = [*(axis for dim in dims for axis in dim.axes), *pending]
-    for axis in used:
-        if used.count(axis) > 1:
+    split = [axis for dim in lies.values() for axis in dim.axes]
+    for axis in split:
+        if split.count(axis) > 1:
             raise ShardingError(
-                f"two dims that are split over {axis} meet in the result '{Spec(dims, pending)}': each device has only "
-                "the parts of its own index, gather one of them first"
+                f"two dims are split over {axis}, {' and '.join(str(dim) for dim in lies.values() if axis in dim.axes)}"
+                ": each device has only the parts of its own index, gather one of them first"
             )
     is_forgotten = contracted - set(recipe.result.pending)
     sums = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if is_forgotten else ""

@@ -37,9 +37,9 @@ A `lax` collective, `lax.axis_index` | M/d | x * lax.axis_index('d') | over d ou
 an operation that the check does not know | M/d
     | jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     | 'pure_callback': what it does cannot be seen
-transfer that not all devices reach | M | lax.cond(at('d') > 0, hop, lambda x: x, x) | some devices would wait for ever
+transfer that not all devices reach | M | lax.cond(at('d') > 0, hop, lambda x: x, x) | some would wait for ever
 depends on what differs, also one of a gradient | M | lax.cond(at('d') > 0, pulled, lambda x: x, x)
-    | a transfer over d under a branch
+    | under a branch that depends on a value that differs along
 A loss is pending over every axis | M -> M | shardops.grad(lambda w: jnp.sum(w * w))(x) | the loss is the same along d
 a gradient has the type of the table | M, B/d M -> M | shardops.grad(lambda w: squares(y * w[None]))(x)
     | the value is still a sum over d that nobody has taken

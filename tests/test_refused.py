@@ -567,7 +567,7 @@ B/d M/t, M -> M | shardops.psum('M +d +t -> M', shardops.grad(lambda w: inject(w
     +d +t', x))(y)) | 'add' of a value that is pending over d and one that is not
 # Transfers that not all devices reach
 d/d M, M -> d/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * pulled(y)[None], lambda: x)
-    | a transfer over d under a branch that depends on a value that differs along it
+    | all devices along d take part in this transfer, which is under a branch that depends on a value
 # Options that round each term of a sum
 M/d F/t, F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M +t', shardops.einsum_unreduced('M/d F/t,
     F/t -> M/d +t', x, y), dtype=jnp.int32)).astype(jnp.float32)
@@ -619,11 +619,16 @@ M -> '' | lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (1.0, at('d', jnp.float
 M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > 1, lambda e: e * at('d', jnp.float32), lambda e: e, c), x)
     | 'M' says the same along d, but the value differs along d
 M | lax.while_loop(lambda c: c[0] < at('d'), lambda c: (c[0] + 1, hop(c[1])), (0, x))[1]
-    | a transfer over d under a branch that depends on a value that differs along it
+    | all devices along d take part in this transfer, which is under a branch that depends on a value
 M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > at('d'), hop, lambda e: e, c), x)
-    | a transfer over d under a branch that depends on a value that differs along it
+    | all devices along d take part in this transfer, which is under a branch that depends on a value
 M | lax.while_loop(lambda c: c[1] > 0.5, lambda c: (hop(c[0]), c[1] * 0.5 * at('d', jnp.float32)), (x, 8.0))[0]
-    | a transfer over d under a branch that depends on a value that differs along it
+    | all devices along d take part in this transfer, which is under a branch that depends on a value
+t/t M | lax.cond(at('d') > 0, lambda e: shardops.ppermute('t/t M -> t/t M', e, 1), lambda e: e, x)
+    | all devices along d take part in this transfer, which is under a branch that depends on a value
+d/d t/t M, d/d -> d/d t/t M | shardops.each('d', lambda e, k: lax.cond(k > 0, lambda e: shardops.ppermute(
+    't/t M -> t/t M', e, 1), lambda e: e, e), x, y)
+    | all devices along d take part in this transfer, which is under a branch
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.cond(at('t') > 0, lambda u: u, lambda u: 2 * u, forgotten(x)))
     | a result that is pending over t under a branch that depends on a value that is split over it
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.fori_loop(0, at('t'), lambda i, c: 2 * c, forgotten(x)))
@@ -677,7 +682,9 @@ B M/d/t, F M/d/t -> B F | shardops.psum('B F +d -> B F', shardops.einsum_unreduc
 B M/d/t, F M/t/d -> B F | shardops.einsum_unreduced('B M/d/t, F M/t/d -> B F +d +t', x, y) | M/d/t in one operand, M/t/d
 B/d M/t, F M/d -> B F | shardops.einsum_unreduced('B/d M/t, F M/d -> B F +t', x, y) | M/t in one operand, M/d
 B/d M/t, B/d F/t -> M/t F | shardops.einsum_unreduced('B/d M/t, B/d F/t -> M/t F +d', x, y)
-    | two dims that are split over t meet in the result 'M/t F/t +d'
+    | two dims are split over t, M/t and F/t
+B/d L, M/d L -> L | shardops.psum('L +d -> L', shardops.einsum_unreduced('B/d L, M/d L -> L +d', x, y))
+    | two dims are split over d, B/d and M/d
 M/d, M/t -> M/d | shardops.einsum_unreduced('M/d, M/t -> M/d M/t', x, y) | M/d in one operand, M/t
 B/d M -> M/d B | x.T | 'M/d B' says M/d, but that dim is whole in the value
 L/d S/t | x.T | 'L/d S/t' says L/d, but that dim is split over t in the value
@@ -736,7 +743,7 @@ M, B/d M -> M | reduced(lambda w: jnp.float32(1), x) | the loss is the same alon
 M, B/d M -> M | reduced(lambda w: lax.scan(lambda c, s: (c * s + 1.0, None), squares(y * w[None]), jnp.arange(3.0))[0],
     x) | 'add' of a value that is pending over d and one that is not
 M, B/d M -> M | lax.cond(at('d') > 0, lambda: reduced(lambda w: squares(y * w[None]), x), lambda: x)
-    | a transfer over d under a branch that depends on a value that differs along it
+    | all devices along d take part in this transfer, which is under a branch that depends on a value
 M, B/d M -> '' | shardops.grad(lambda w: (squares(y * w[None]), squares(y)), has_aux=True)(x)[1]
     | '' says the same along d, but the value is still a sum over d that nobody has taken
 M, B/d M -> M | shardops.grad(lambda w: (squares(y * w[None]), w * at('d', jnp.float32)), has_aux=True)(x)[1]

@@ -284,8 +284,7 @@ B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B M +t', x, y)
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B/d Z +t', x, y) | dim Z of the result is in no operand
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d B, M F/t -> B/d M', x, y) | dim B stands twice in 'B/d B'
 B/d M, M F/d | shardops.einsum_unreduced('B/d M, M F/d -> B/d F', x, y)
-    | two dims that are split over d meet in the result 'B/d F/d': each device has only the parts of its own index,
-      gather one of them first
+    | two dims are split over d, B/d and F/d: each device has only the parts of its own index, gather one of them first
 B, B/t | shardops.einsum_unreduced('B +t, M/t -> B M/t', x, y)
     | 'B +t' is pending over t, and 'M/t' is not the same along it: reduce it first
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t -> B/d', x, y) | the string has 1 operand, the operation takes 2

@@ -270,8 +270,8 @@ class Walk:
     def require_may_stand_here(self, mark: Mark, closed_over: list[State]):
         if stuck := mark.moves & self.divergent:
             raise ShardingError(
-                f"a transfer over {', '.join(sorted(stuck))} under a branch that depends on a value that differs along "
-                "it: some devices would wait for ever"
+                f"all devices along {', '.join(sorted(stuck))} take part in this transfer, which is under a branch "
+                "that depends on a value that differs along it: some would wait for ever"
             )
         if mark.moves and self.rule:
             raise ShardingError(
