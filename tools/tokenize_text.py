@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -78,7 +79,7 @@ def main(config: TokenizeText) -> None:
     if config.validation and config.hf_dataset.path:
         raise RunError(f"validation = {config.validation}: expected hf_dataset.validation_split, or neither")
     files = find_all(config)
-    # A run goes on where another was if these are the same. How many processes there are makes no difference.
+    # A run goes on where another stopped if these are the same. The number of processes makes no difference.
     about = json.loads(printable(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
     for key in ("output", "overwrite", "on_bad_record", "processes", "tokens_ahead"):
         del about[key]
@@ -114,7 +115,7 @@ def main(config: TokenizeText) -> None:
 
 
 def refuse_what_is_there(config: TokenizeText, dataset: zarr.Group, made_by: dict) -> None:
-    """Raises RunError where a data set would be written over, with what made it otherwise."""
+    """Raises RunError if a data set would be overwritten, and says in what its making differs."""
     # A run that was killed in begin() leaves a tokenizer at most, which is no more than this one writes.
     present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
     if present and not config.overwrite:
@@ -142,83 +143,100 @@ def begin(dataset: zarr.Group, tokenizer: Tokenizer, state: dict) -> None:
 
 
 def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenizer: Tokenizer, state: dict) -> dict:
-    """Continues from the state to the end of the files, recording it now and then; what was counted."""
+    """Continues from the state to the end of the files, recording it now and then. Returns what was counted."""
     remove_partial_files(config.output)
-    has_validation = config.validation or config.hf_dataset.validation_split or config.validation_fraction
-    writers = {
-        split: SplitWriter(dataset, split, targets=config.targets, resume=state["splits"].get(split))
-        for split in ("train", "validation")[: 1 + bool(has_validation)]
-    }
-    names = "tokens", "documents", "padding", "empty", "too_long", "bad"
-    position, counts = state["position"], {**dict.fromkeys(names, 0), **state["counts"]}
-    waiting: dict[str, list[Sequences]] = {split: [] for split in writers}
-
-    def record() -> None:
-        splits = {split: writer.flush() for split, writer in writers.items()}
-        dataset.attrs["tokenizing"] = {**state, "position": position, "splits": splits, "counts": counts}
-
-    def write_waiting() -> None:
-        for split, parts in waiting.items():
-            if parts:
-                sequences = joined(parts)
-                if config.room:
-                    counts["padding"] -= len(sequences.ids)
-                    sequences = in_rows(sequences, config.room)
-                    counts["padding"] += len(sequences.ids)
-                writers[split].append(sequences.ids, sequences.lengths, sequences.weight)
-                parts.clear()
-
-    if not state["splits"]:
-        record()
-    reader = None if config.tokens_ahead is None else Reader(config.tokens_ahead)
-    record_s = RECORD_S if reader is None else READ_RECORD_S
-    recorded, bad_before, read = time.monotonic(), counts["bad"], position
-    total, blocks = total_bytes(files), read_all(files, config, position or (0, 0, 0))
+    output, reader = Output(config, dataset, state), Reader(config.tokens_ahead)
+    start, before = time.monotonic(), dict(output.counts)
+    total, blocks = total_bytes(files), read_all(files, config, output.position or (0, 0, 0))
     bar = progress(total=total or None, unit=" bytes", unit_scale=True)
     with bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
-        start, tokens_before = time.monotonic(), counts["tokens"]
         for block, result in results:
             if result.bad and config.on_bad_record == "fail":
-                if not any(waiting.values()):
-                    record()
+                output.record()
                 fix = "; on_bad_record=skip leaves out such records"
-                if reader is not None:
+                if config.tokens_ahead is not None:
                     fix = ": mend it, or set hf_dataset.text_field to the field that holds the text"
                 raise RunError(result.bad[0] + fix)
-            for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
+            for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - output.counts["bad"] + before["bad"])]:
                 bar.write(printable(f"left out: {reason}"), file=sys.stderr)
-            for split, sequences in result.sequences.items():
-                waiting[split].append(sequences)
-            for name, number in {**result.counts, "bad": len(result.bad)}.items():
-                counts[name] += number
-            read = block.position
-            rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
-            bar.set_description(f"{counted(counts)}, {rate:,.0f} tokens/s", False)
+            output.add(block.position, result)
+            rate = (output.counts["tokens"] - before["tokens"]) / (time.monotonic() - start)
+            bar.set_description(f"{counted(output.counts)}, {rate:,.0f} tokens/s", False)
             bar.update(min(block.done, total or block.done) - bar.n)
-            # Many are put into rows at once, and the same ones however often a run was killed.
-            if not config.room or sum(len(part.ids) for parts in waiting.values() for part in parts) >= PACKED_TOKENS:
-                write_waiting()
-                position = read
-                is_ahead = reader is not None and writers["train"].token_count >= reader.wanted
-                if is_ahead or time.monotonic() - recorded > record_s:
-                    record()
-                    recorded = time.monotonic()
-                if reader is not None:
-                    reader.wait(writers["train"].token_count)
-    write_waiting()
-    position = read
-    record()
-    for split, writer in writers.items():
-        if not writer.token_count:
-            fix = (
-                ": give validation=..., a larger validation_fraction, or documents that are more and smaller "
-                "(separator, document_bytes); and overwrite=true"
-            )
-            what = f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
-            raise RunError(what + (fix if split == "validation" else ""))
-        rows = {name: getattr(config, name) for name in ("row_length", "read_length") if getattr(config, name)}
-        writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name, **rows})
-    return counts
+            if output.tokens >= reader.wanted or time.monotonic() - output.recorded > reader.record_s:
+                output.record()
+            reader.wait(output.tokens)
+    output.finish(tokenizer)
+    return output.counts
+
+
+class Output:
+    """The splits being written, and how far they are: the position in the text, and the counts up to it."""
+
+    def __init__(self, config: TokenizeText, dataset: zarr.Group, state: dict):
+        has_validation = config.validation or config.hf_dataset.validation_split or config.validation_fraction
+        self._config, self._dataset, self._state = config, dataset, state
+        self._writers = {
+            split: SplitWriter(dataset, split, targets=config.targets, resume=state["splits"].get(split))
+            for split in ("train", "validation")[: 1 + bool(has_validation)]
+        }
+        self._waiting: dict[str, list[Sequences]] = {split: [] for split in self._writers}
+        names = "tokens", "documents", "padding", "empty", "too_long", "bad"
+        self.position, self.counts = state["position"], {**dict.fromkeys(names, 0), **state["counts"]}
+        self.recorded = time.monotonic()
+        if not state["splits"]:
+            self.record()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the training split that are written."""
+        return self._writers["train"].token_count
+
+    def add(self, position: Sequence[int], result: Tokenized) -> None:
+        """Takes in the block of text that ends at the position."""
+        self.position = position
+        for name, number in {**result.counts, "bad": len(result.bad)}.items():
+            self.counts[name] += number
+        for split, sequences in result.sequences.items():
+            self._waiting[split].append(sequences)
+        # Many are put into rows at once, and the same ones however often a run was killed.
+        waiting = sum(len(part.ids) for parts in self._waiting.values() for part in parts)
+        if not self._config.room or waiting >= PACKED_TOKENS:
+            self._write_waiting()
+
+    def record(self) -> None:
+        """Records how far the splits are, unless sequences wait: these are counted, but not written."""
+        if not any(self._waiting.values()):
+            reached = {"position": self.position, "counts": self.counts}
+            splits = {split: writer.flush() for split, writer in self._writers.items()}
+            self._dataset.attrs["tokenizing"] = {**self._state, **reached, "splits": splits}
+            self.recorded = time.monotonic()
+
+    def finish(self, tokenizer: Tokenizer) -> None:
+        """Completes the splits. Raises RunError: one has no document."""
+        self._write_waiting()
+        self.record()
+        rows = {name: value for name in ("row_length", "read_length") if (value := getattr(self._config, name))}
+        for split, writer in self._writers.items():
+            if not writer.token_count:
+                fix = (
+                    ": give validation=..., a larger validation_fraction, or documents that are more and smaller "
+                    "(separator, document_bytes); and overwrite=true"
+                )
+                what = f"no document came to the split '{split}' of {self._config.output} ({counted(self.counts)})"
+                raise RunError(what + (fix if split == "validation" else ""))
+            writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name, **rows})
+
+    def _write_waiting(self) -> None:
+        for split, waiting in self._waiting.items():
+            if waiting:
+                sequences = joined(waiting)
+                if self._config.room:
+                    self.counts["padding"] -= len(sequences.ids)
+                    sequences = in_rows(sequences, self._config.room)
+                    self.counts["padding"] += len(sequences.ids)
+                self._writers[split].append(sequences.ids, sequences.lengths, sequences.weight)
+                waiting.clear()
 
 
 def read_all(files: list[File], config: TokenizeText, position: Sequence[int]) -> Iterator[Block]:
@@ -252,8 +270,8 @@ def tokenized(
         yield in_order()
     except BrokenProcessPool as error:
         raise RunError(
-            "a process that tokenizes died, of too little memory perhaps: the same command continues, with fewer "
-            "processes=... say"
+            "a tokenizing process died, perhaps of too little memory: the same command continues; try fewer "
+            "processes=..."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -343,23 +361,22 @@ def process_count(config: TokenizeText, files: list[File]) -> int:
     cores = len(os.sched_getaffinity(0))
     if config.tokens_ahead is not None:  # the others are the run's
         cores = max(1, cores // 2)
-    # Bytes are made sooner than they are sent to another process.
+    # Making bytes takes less time than sending them to another process.
     return config.processes or (1 if small or config.tokenizer == BYTES else cores)
 
 
 class Reader:
-    """A run that reads what is written, and says on standard input how many tokens it wants."""
+    """The reader of the data set: with `ahead`, a run that says on standard input how many tokens it wants; else
+    nobody, and all tokens may be written at once."""
 
-    def __init__(self, ahead: int):
-        self._ahead, self._asked, self._is_over = ahead, 0, False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._listen, name="reader", daemon=True).start()
-        os.nice(10)  # training first
-
-    @property
-    def wanted(self) -> int:
-        """The tokens that may be written."""
-        return self._asked + self._ahead
+    def __init__(self, ahead: int | None):
+        self.wanted: float = math.inf if ahead is None else ahead  # tokens that may be written
+        self.record_s = RECORD_S
+        self._changed, self._is_over = threading.Condition(), False
+        if ahead is not None:
+            self.record_s = READ_RECORD_S
+            threading.Thread(target=self._listen, args=(ahead,), name="reader", daemon=True).start()
+            os.nice(10)  # training first
 
     def wait(self, count: int) -> None:
         """Returns when more than `count` tokens are wanted. Ends this process when the reader has ended."""
@@ -368,11 +385,11 @@ class Reader:
         if self._is_over:
             sys.exit(0)
 
-    def _listen(self) -> None:
+    def _listen(self, ahead: int) -> None:
         # Unbuffered: Python cannot end while a thread waits with a buffer's lock.
         for line in open(0, "rb", buffering=0, closefd=False):
             with self._changed:
-                self._asked = max(self._asked, int(line))
+                self.wanted = max(self.wanted, int(line) + ahead)
                 self._changed.notify()
         with self._changed:
             self._is_over = True

@@ -715,5 +715,5 @@ def test_dead_process(tmp_path, monkeypatch):
             yield block
 
     monkeypatch.setattr(tools.tokenize_text, "read_blocks", deadly)
-    message = "a process that tokenizes died, of too little memory perhaps: the same command continues, with fewer …"
+    message = "a tokenizing process died, perhaps of too little memory: the same command continues; try fewer …"
     assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")
