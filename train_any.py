@@ -43,6 +43,7 @@ from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
 from runtime.config.keys import Count, Decay, Fraction, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
 from runtime.config.rebuild import all_keys, as_tree, rebuild, shown
+from runtime.config.sizes import nearest_multiples
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
@@ -50,7 +51,6 @@ from shardlib import shardops
 from shardlib.products import Adapted
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import Array, ArrayType, f32, i32, make_shardings, map_type, narrowed, pytree_dataclass, u32
-from shardlib.sizes import nearest_multiples
 from shardlib.typed import typed
 from tools.tasks import InRun
 from train import Metrics

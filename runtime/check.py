@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from runtime.config.help import comments_of
+from runtime.config.sizes import nearest_divisors, nearest_multiples
 from runtime.terminal import RunError, print_line
 from runtime.tracking.metrics import flattened
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import fields, map_type, mesh_text, narrowed, require_divisible
-from shardlib.sizes import nearest_divisors, nearest_multiples
 from shardlib.spec import Dim, ShardingError
 
 
@@ -38,8 +38,8 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
 
 
 def _undivided(type_: Any, shapes: Any, axes: dict[str, int]) -> Iterator[tuple[Dim, int, str, str]]:
-    """Each dim of a tree that the mesh cannot divide, once: with its size, what is said of it, and the first leaf that
-    has it."""
+    """Each dim of a tree that the mesh cannot divide, once: with its size, a message, and the first leaf that has
+    it."""
     seen = set()
     specs = jax.tree.leaves(map_type(lambda array: array.spec, type_))
     for spec, (path, leaf) in zip(specs, jax.tree_util.tree_leaves_with_path(shapes), strict=True):

@@ -26,7 +26,7 @@ ARROWS = {
         "runtime.beside runtime.files runtime.terminal shardlib ledger",
     ),
     "runtime.program": "runtime.terminal",
-    "runtime.check": "runtime.config.help runtime.terminal runtime.tracking shardlib",
+    "runtime.check": "runtime.config.help runtime.config.sizes runtime.terminal runtime.tracking shardlib",
     "runtime.run": "runtime shardlib ledger",
     "train": "runtime ledger kernels shardlib jax_extra",
     "optimizers": "train models.dropout runtime.config.keys shardlib",

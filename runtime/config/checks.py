@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from runtime.config.rebuild import refuse, shown
+from runtime.config.sizes import nearest_divisors
 from runtime.terminal import RunError
-from shardlib.sizes import nearest_divisors
 
 
 def check_combinations(config: Any) -> None:
@@ -58,7 +58,7 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     yield is_stream and not config.hf_dataset.tokenizer, "hf_dataset.tokenizer", tokenizer
     packed = "hf_dataset.path is always packed; delete the key"
     yield is_stream and not is_packed, "flat_tokens.sequence_packing", packed
-    first = "of hf_dataset.path so many batches are tokenized for validation: set it to 16, say"
+    first = "so many batches of hf_dataset.path are tokenized for validation: set it to 16, say"
     yield is_stream and config.validation_batches is None, "validation_batches", first
 
     coordinator, process, hosts = config.cluster.coordinator, config.cluster.process_id, config.num_hosts
