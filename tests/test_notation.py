@@ -13,24 +13,27 @@ SENTENCES = [text for text in re.split(r"(?<=\.) |- (?=\*\*)", SECTION) if text 
 # Words of a sentence; a program (tests/prove.py says how it is written); what its refusal says, or 'accepted'.
 ROWS = table(r"""
 # Proved
-every mesh that divides the sizes, `x.shape[0] // 4` | 8/d | x * ((x.shape[0] // 4) * shardops.axis_size('d'))
+every mesh that divides the sizes, including sizes like `x.shape[0] // 4` | 8/d
+    | x * ((x.shape[0] // 4) * shardops.axis_size('d'))
     | 8/d // 4 makes a size, 2/d, which d=4 cannot divide
-with one verdict | B/d | x if x.shape[0] > 4 else -x | must not depend on the size of a device's part
-as its annotation says | M -> M/t | x | 'M/t' says M/t, but that dim is whole in the value: write M
-as its string says | M | shardops.all_gather('Z/d -> Z', x) | 'Z/d' says Z/d, but that dim is whole in the value
+One verdict holds | B/d | x if x.shape[0] > 4 else -x | must not depend on the size of a device's part
+has the layout of its annotation | M -> M/t | x | 'M/t' says M/t, but that dim is whole in the value: write M
+of an operation that of its string | M | shardops.all_gather('Z/d -> Z', x)
+    | 'Z/d' says Z/d, but that dim is whole in the value
 An operation under `jax.vmap` | B M/d | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
     | an operation or an annotation under jax.vmap
-any function that is linear | B/d M/t -> B/d
+put through any linear function | B/d M/t -> B/d
     | shardops.psum('B/d +t -> B/d', 2 * forgotten(x) + forgotten(-x)) | accepted
 `silu` of it is an error | B/d M/t -> B/d | jax.nn.silu(forgotten(x))
     | 'silu' .logistic., which is not linear, of a value that is pending over t: a function of a sum is not the sum of
 adding it to a value that is the same | B/d M/t, B/d -> B/d | forgotten(x) + y
     | 'add' of a value that is pending over t and one that is not: each device would add it again
-A split dim is reduced | B/d M | x - jnp.max(x, axis=0)[None] | 'max' .reduce_max. reduces a dim that is split over d
-A split dim is reduced, indexed | B/d M | x - x[0][None] | changes the length of a dim that is split over d
-A split dim is reduced, indexed, sorted | B/d M | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
-A split dim is reduced, indexed, sorted, shifted | M/d | jnp.roll(x, 1) | of a dim that is split over d
-A split dim is reduced, indexed, sorted, shifted or looped over | L/d M | lax.map(jnp.tanh, x)
+Only an operation with a string reduces | B/d M | x - jnp.max(x, axis=0)[None]
+    | 'max' .reduce_max. reduces a dim that is split over d
+reduces, indexes | B/d M | x - x[0][None] | changes the length of a dim that is split over d
+reduces, indexes, sorts | B/d M | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
+reduces, indexes, sorts, shifts | M/d | jnp.roll(x, 1) | of a dim that is split over d
+reduces, indexes, sorts, shifts or loops over a split dim | L/d M | lax.map(jnp.tanh, x)
     | a scan over a dim that is split over d
 A `lax` collective | M/d | lax.pmean(x, 'd') | over d outside of shardops
 A `lax` collective, `lax.axis_index` | M/d | x * lax.axis_index('d') | over d outside of shardops
@@ -38,7 +41,7 @@ an operation that the check does not know | M/d
     | jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     | 'pure_callback': what it does cannot be seen
 transfer that not all devices reach | M | lax.cond(at('d') > 0, hop, lambda x: x, x) | some would wait for ever
-depends on what differs, also one of a gradient | M | lax.cond(at('d') > 0, pulled, lambda x: x, x)
+depends on what differs between them, also in a gradient | M | lax.cond(at('d') > 0, pulled, lambda x: x, x)
     | under a branch that depends on a value that differs along
 A loss is pending over every axis | M -> M | shardops.grad(lambda w: jnp.sum(w * w))(x) | the loss is the same along d
 a gradient has the type of the table | M, B/d M -> M | shardops.grad(lambda w: squares(y * w[None]))(x)
@@ -51,9 +54,9 @@ the gradient of a constant zero | M, B/d M -> M | reduced(lambda z: squares(y + 
     | accepted
 `jax.custom_jvp` send nothing | M/d -> M | own_vjp(lambda x: shardops.all_gather('M/d -> M', x), lambda _, g: (g,))(x)
     | a transfer over d inside a jax.custom_vjp
-The forward rule's value is the function's | M | own_rule(jnp.sin, lambda x: (jnp.cos(x), x), lambda r, g: (g,))(x)
+A forward rule computes the function's value | M | own_rule(jnp.sin, lambda x: (jnp.cos(x), x), lambda r, g: (g,))(x)
     | the forward rule of a jax.custom_vjp has another value than its function
-the backward rule has the dual types | M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x)
+a backward rule has the dual types | M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x)
     | 'add' of a value that is pending over d and one that is not
 is linear in its tangents | M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x)
     | the rule of a jax.custom_jvp is not linear in its tangents
@@ -73,24 +76,26 @@ the length of a dim that counts devices | M
     | x * shardops.all_gather('d/d -> d', shardops.index('d')).shape[0] | accepted
 `index`, the length | M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('d/d -> +d',
     shardops.index('d').astype(jnp.float32))) | accepted
-as a sum over such a dim | M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d',
+such as a sum over that dim | M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d',
     shardops.zeros('d/d M', f32) + x[None])) | accepted
-is proved for them alone | M | x if int(shardops.axis_size('d')) > 1 else forgotten(x)
+is proved for these numbers only | M | x if int(shardops.axis_size('d')) > 1 else forgotten(x)
     | accepted
 **What a size is** | M/d | x if isinstance(x.shape[0], int) else 2 * x | accepted
 `f"{x.shape}"` | M/d | x * len(f'{x.shape}') | accepted
 `str(axis_size)` | M | x * float(str(shardops.axis_size('d'))) | accepted
 **Branches of Python** | M | x if jax.default_backend() == 'cpu' else forgotten(x) | accepted
-by a caught error too | M | x * attempt(lambda: lax.axis_size('d')) | accepted
+also by a caught error | M | x * attempt(lambda: lax.axis_size('d')) | accepted
 *when* a device does something | d/d M | shardops.ppermute('d/d M -> d/d M', x, 0) | accepted
 A ring with a turn too few | d/d M | shardops.ppermute('d/d M -> d/d M', x, 2) | accepted
 which rows are in a part depends on the mesh | B/d -> 2 R/d | shardops.regroup('B/d -> 2 R/d', x) | accepted
 a maximum for each part does | B/d -> 2 | shardops.pmax('2 R/d -> 2', shardops.regroup('B/d -> 2 R/d', x)) | accepted
-A sum over all of them does not | B/d -> 2 | shardops.psum('2 +d -> 2', shardops.sum_unreduced('2 R/d -> 2 +d',
+A sum over all rows does not depend on it | B/d -> 2
+    | shardops.psum('2 +d -> 2', shardops.sum_unreduced('2 R/d -> 2 +d',
     shardops.regroup('B/d -> 2 R/d', x))) | accepted
 **Random numbers** | M/d | x * jax.random.normal(jax.random.key(0), x.shape) | accepted
-**What stands inside `local`** | M/d | shardops.local('M/d -> M/d', lambda x: x / jnp.sum(x), x) | accepted
-what is not finite | M | shardops.psum('M +t -> M', shardops.pending('M -> M +t', x) / jnp.zeros(64)) | accepted
+**What is inside `local`** | M/d | shardops.local('M/d -> M/d', lambda x: x / jnp.sum(x), x) | accepted
+numbers that are not finite | M | shardops.psum('M +t -> M', shardops.pending('M -> M +t', x) / jnp.zeros(64))
+    | accepted
 and the mathematics | M/d | x.astype(jnp.bfloat16).astype(jnp.float32) | accepted
 """)
 
