@@ -101,7 +101,7 @@ def places(family: ModuleType, weights: Any) -> list[Place]:
                 a, b = low_rank(spec, summed, of_x=["E"])
                 whole = Spec((*stacked.dims, *spec.dims))
                 sizes = dict(zip(whole.names, (array.shape[0], *array.shape[1 + len(part) :])))
-                # The rank has a name of its own: in T5's weights N is a number of buckets.
+                # The rank has another name: in T5's weights N is a number of buckets.
                 a, b = (Spec(tuple(Dim("rank") if dim.name == "N" else dim for dim in spec.dims)) for spec in (a, b))
                 a, b = (Spec((*stacked.dims, *spec.dims)) for spec in (a, b))
                 result.append(Place(stack, name, leaf, part, sizes, whole, a, b))
@@ -188,7 +188,7 @@ class Named:
     """PEFT's name and layout of an adapter."""
 
     place: Place
-    name: str  # of the module, with {} for the layer, and for the expert: model.layers.{}.self_attn.q_proj
+    name: str  # the module's, with {} for the layer and for the expert: model.layers.{}.self_attn.q_proj
     read: str  # the published dims that products sum over: '(K Q D)'
     written: str
 
@@ -266,8 +266,8 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
 
 
 def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: list[str]) -> dict[str, Tensor]:
-    """Adapters of `target_parameters`, arrays in which transformers 5 keeps all experts, by the names of one expert's
-    matrices. In gate_up_proj gate and up share a."""
+    """Adapters of `target_parameters`, the arrays in which transformers 5 keeps all experts, under the names of one
+    expert's matrices. In gate_up_proj gate and up share a."""
     by_expert, fused = {}, set()
     for entry in names:
         if not entry.place.is_of_experts:

@@ -47,7 +47,7 @@ def mask(model: Model) -> Mask:
 # == Batch =============================================================================================================
 @pytree_dataclass
 class MaskedBatch(WeightedBatch):
-    """Rows with masked tokens, which alone have a weight."""
+    """Rows with masked tokens; only these have a weight."""
 
     inputs: u32['B/b L']  # what the model reads
 
@@ -55,7 +55,7 @@ class MaskedBatch(WeightedBatch):
 @typed
 def masked(batch: WeightedBatch, rows: u32['B/b'], seed: u32[''], share: float, mask: int, vocab: int) -> MaskedBatch:
     """Chooses targets: 80 % of them are read as `mask`, 10 % as a random token, 10 % unchanged (Devlin et al. 2018,
-    3.1). The choice depends on the seed, the row's number and the place in the row alone.
+    3.1). The choice depends only on the seed, the row's number and the position in the row.
 
     Args:
       rows: the rows' numbers in the whole batch.
@@ -113,7 +113,7 @@ def embed(
     model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str,
     kinds: i32['B/b L/c'] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """The sum of rows of three tables, normalized. kinds: None stands for zeros."""
+    """The normalized sum of rows of three tables. kinds: None means zeros."""
     x = layers.embed(model, ends, tokens, position, M) + layers.rows_of_learned(ends.positions, position, M)
     x = x + layers.rows_of_learned(ends.kinds, jnp.zeros_like(position) if kinds is None else kinds, M)
     return layers.norm(x, ends.first_norm, model.norm_eps, M)
@@ -123,7 +123,7 @@ def embed(
 def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
 ) -> tuple[jax.Array, Any, None]:
-    """One layer; x lies as 'B/b L/c' with M. Each half's norm is of the sum of what it reads and what it adds."""
+    """One layer; x lies as 'B/b L/c' with M. Each half's norm takes the sum of what the half reads and what it adds."""
     none = (None, None)
     y, kept = layers.attention_half(model, x, w, attend, layers.without_rotations(model), none, M)
     x = layers.norm(x + y, w.ln1, model.norm_eps, M)

@@ -1,11 +1,11 @@
-"""How rows whose positions lie on several devices, 'B/b L/c', meet in attention: once for all families.
+"""Attention over rows whose positions lie on several devices, 'B/b L/c', for all families.
 
     along_c = context_of(config.mesh, model.n_kv)
     x = layers.hidden(family, model, weights, *inputs, along_c=along_c)
 
-Three ways, by the mesh of the config: heads are dealt out over c, of whole rows; keys are gathered; or keys are passed
-on from device to device. Each has windows and caps. With one device along c nothing is sent, and the program is that of
-whole rows. Legend as in train.py; 'K/h' are heads that are split over t and c.
+There are three ways, and the config's mesh decides: heads of whole rows are dealt out over c; keys are gathered; or
+keys are passed from device to device. Each has windows and caps. With one device along c nothing is sent, and the
+program is that of whole rows. Legend as in train.py; 'K/h' are heads that are split over t and c.
 """
 
 import functools
@@ -54,8 +54,8 @@ class Context:
     way: Literal['deal', 'gather', 'ring'] = 'deal'
 
     def in_order(self, whole):
-        """Rows, 'B/b L' or 'L', in the order in which their positions lie on the devices. Where keys come, each device
-        has some from the front and some from the end, else the last one would have nearly all pairs of positions."""
+        """Rows, 'B/b L' or 'L', in the order in which their positions lie on the devices. Where keys come to queries,
+        each device has positions from the front and from the end; else the last one would have nearly all pairs."""
         return whole if self.way == 'deal' else whole[..., blockwise.dealt(whole.shape[-1], self.devices)]
 
     @typed
@@ -79,9 +79,9 @@ def deal_heads(
     attention: Callable, q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'], *,
     is_saved: bool = True,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
-    """`attention(q, k, v)` of whole rows of some heads, 'B/b L Q K/h D', in the place of some positions of all heads.
+    """`attention(q, k, v)` on some heads of whole rows, 'B/b L Q K/h D', instead of all heads of some positions.
 
-    Sends (c - 1) / c of q, k, v and o, all-to-all over c; backward the same of their gradients.
+    Sends (c - 1) / c of q, k, v and o, all-to-all over c; backward as much of their gradients.
     """
     q = shardops.all_to_all('B/b L/c Q K/t D -> B/b L Q K/h D', q)
     k = shardops.all_to_all('B/b S/c K/t D -> B/b S K/h D', k)
@@ -102,13 +102,13 @@ class Rows:
         self.place = jnp.arange(segment.shape[1], dtype=jnp.int32)
 
     def attention(self, by: str, q, k, v, window=None, cap: float | None = None, drop: Drop | None = None):
-        """Causal, within segments: of 'B/b L/c Q K/t D' and 'B/b S/c K/t D' twice.
+        """Causal attention within segments. q is 'B/b L/c Q K/t D', k and v 'B/b S/c K/t D'.
 
         Args:
           by: a name of kernels/attention.py.
           window: positions that a query sees, its own included: an int, or a scalar array.
           cap: logits are cap · tanh(logits / cap).
-          drop: of the probabilities, which are then computed as written out.
+          drop: the probabilities' dropout; attention is then computed as written out.
         """
         if self.context.way == 'deal':
             whole = functools.partial(attention, by, segment=self.segment, window=window, cap=cap, drop=drop)
@@ -124,7 +124,7 @@ class Rows:
             return of_gathered_keys(by, q, k, v, of_queries, of_keys, window, cap, drop)
 
     def both_ways(self, q, k, v, drop: Drop | None = None):
-        """The same with queries that see all of their segment, without a kernel; heads are dealt out."""
+        """The same for queries that see all of their segment, without a kernel; heads are dealt out."""
         allowed = self.segment[:, :, None] == self.segment[:, None, :]
         return deal_heads(functools.partial(attention_where, allowed=allowed, drop=drop), q, k, v)
 
@@ -135,9 +135,9 @@ def in_a_ring(
     segment: i32['B/b L/c'], window, cap: float | None, drop: Drop | None,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
     """Attention of a device's positions to keys that are passed from device to device (Liu et al. 2023), in blocks: two
-    parts of the keys are in memory at a time, and nothing of a turn is kept.
+    parts of the keys are in memory at a time, and no turn is kept.
 
-    Sends in each of c - 1 turns 4KD/t bytes a token of a part; backward that again, and in c turns 8KD/t of gradients.
+    Sends 4KD/t bytes a token of a part in each of c - 1 turns; backward that again, and 8KD/t of gradients in c turns.
     """
     if drop is not None:
         raise RunError('context = ring: attention has no dropout there: set training.dropout=0, or context=auto')
@@ -163,7 +163,7 @@ def of_gathered_keys(
     drop: Drop | None,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
     """Attention of a device's positions to all keys of its rows (Llama Team 2024, 3.3.2), which backward gathers again.
-    By 'einsum', else in blocks, whichever kernel is asked for: the others assume consecutive positions.
+    Uses 'einsum' if that is asked for, else blocks: all other kernels assume consecutive positions.
 
     Sends 4KD/t bytes for each position of other devices; backward the same and a reduce-scatter.
     """
@@ -192,7 +192,7 @@ def attention(
     by: str, q: act['B/b L Q K/h D'], k: act['B/b S K/h D'], v: act['B/b S K/h D'], segment: i32['B/b L'],
     window: int | jax.Array | None = None, cap: float | None = None, drop: Drop | None = None,
 ) -> act['B/b L Q K/h D']:  # fmt: skip
-    """train.py's attention of whole rows, kernels included, with a window and a cap; with dropout as written out."""
+    """train.py's attention on whole rows, kernels included, with a window and a cap; with dropout as written out."""
     window = None if isinstance(window, int) and window >= segment.shape[1] else window
     if by != 'einsum' and drop is None:
         kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]

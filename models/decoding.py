@@ -7,7 +7,7 @@
 
 A prompt is read into a cache of keys and values, a chunk of tokens at a time; then each token is drawn and read in
 turn. The layers are those of training, with weights that are gathered over d once. What is drawn depends on the row's
-seed, its tokens and the place of the draw, and not on the mesh or on other rows.
+seed, its tokens and the position, not on the mesh or other rows.
 
 Legend as in train.py; S slots of the cache, one a position; L new tokens; N tokens that are drawn, or candidates (C
 in programs, where N may be T5's buckets); R tokens that an encoder reads.
@@ -169,7 +169,7 @@ def attention(
     v: act['B/b N K/t D'], length: i32['B/b'], window, cap: float | None,
     bias: tuple[f32['B/b K/t L S'], f32['B/b K/t L N']] | None = None,
 ) -> act['B/b L Q K/t D']:  # fmt: skip
-    """Over the slots that are filled and, causally, the new tokens; a bias is added to the logits of both."""
+    """Attention over the filled slots and, causally, the new tokens; a bias is added to the logits of both."""
     if jax.default_backend() == 'cpu' and not is_planned:
         q, old_k, old_v, k, v = [x.astype(jnp.float32) for x in (q, old_k, old_v, k, v)]
     product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
@@ -298,7 +298,8 @@ def empty(family, model, *, count: int, slots: int, read: int | None = None) -> 
 def encode(
     family, model, weights, cache: Cache, tokens: u32['B/b R'], count: i32['B/b'], is_new: bool_['B/b']
 ) -> Cache:
-    """Lets the encoder read the first `count` tokens of the new rows, and keeps the decoder's keys and values of it."""
+    """The encoder reads the first `count` tokens of the new rows; the cache gets the decoder's keys and values of its
+    results."""
     segment = (jnp.arange(tokens.shape[1])[None] < count[:, None]).astype(jnp.int32)
     memory = family.memory(weights, family.encode(model, weights, tokens, segment))
     memory = jnp.where(is_new[None, None, :, None, None, None], memory, cache.memory)
@@ -349,8 +350,8 @@ def extend(
 
 
 def taken(cache: Cache, used: int | None, place: jax.Array | None = None) -> Cache:
-    """The cache's first `used` slots, since products over empty ones cost as much; None: all. place: of these rows on
-    each device."""
+    """The cache's first `used` slots, since products over empty ones cost as much; None: all. place: where these rows
+    are on each device."""
     if used is None and place is None:
         return cache
     rows, of_place, place = ('B/b', '', ()) if place is None else ('N/b', ', N/b', (place,))
@@ -389,8 +390,8 @@ def read(
     family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'],
     place: i32['N/b'] | None = None, *, used: int | None = None,
 ) -> Cache:  # fmt: skip
-    """Reads tokens into the cache: of all its rows, or, where `place` has their different places on each device, of
-    some, of a family that has no encoder. `used`: as of `taken`."""
+    """Reads tokens into the cache: for all its rows, or for those at `place` on each device, if the family has no
+    encoder. `used`: as in `taken`."""
     part, _ = extend(family, model, ends, stack, taken(cache, used, place), tokens, count)
     return put_back(cache, part, place)
 
@@ -407,7 +408,7 @@ def step(
     family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], count: i32['B/b'], *,
     is_drawn: bool, is_filtered: bool,
 ) -> tuple[Cache, u32['B/b'], f32['B/b']]:  # fmt: skip
-    """Reads the last token of the rows whose count is 1; a next token for each, and its log probability."""
+    """Reads the last token of the rows whose count is 1. Returns the next token of each, and its log probability."""
     cache, x = extend(family, model, ends, stack, cache, rows.token[:, None], count)
     return cache, *choose(logits_after(family, model, ends, x), ids, rows, is_drawn, is_filtered)
 
@@ -421,7 +422,7 @@ def decode(
     log probabilities, and how many each row may still have: 8C + 4 bytes a row are sent.
 
     Args:
-      used: as of `taken`.
+      used: as in `taken`.
     """
     whole, cache = cache, taken(cache, used)
 
@@ -461,7 +462,7 @@ def decode(
 def candidates(
     family, model, ends, stack, cache: Cache, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *, N: int
 ) -> tuple[Cache, f32['B C'], i32['B C']]:
-    """The rows' caches are replaced by those of their parents, on the same device; then all devices get the N likeliest
+    """Replaces the rows' caches by those of their parents, on the same device. Then all devices get the N likeliest
     tokens after `token` and their log probabilities, 8N bytes a row."""
 
     def of_parent(old, parent):
@@ -494,7 +495,7 @@ def candidates(
 
 @typed
 def admit(family, model, cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/b']) -> tuple[Cache, Rows]:
-    """Puts new rows in the place of others, of which nothing is read any more."""
+    """Puts new rows where others were, of which nothing is read any more."""
 
     def one(new, old):
         return jnp.where(is_new.reshape(is_new.shape + (1,) * (new.ndim - 1)), new, old)
@@ -526,8 +527,8 @@ def shapes_of(type_: Any, **sizes: int) -> Any:
 
 
 def traced_step(programs: 'Programs', weights: Any, count: int, slots: int) -> jax.stages.Traced:
-    """A step of `count` rows in a cache of so many slots, none of which has filters, on the current mesh, for the
-    ledger, which knows weights by this name.
+    """A step of `count` rows without filters in a cache of so many slots, on the current mesh, for the ledger, which
+    knows weights by this name.
 
     Args:
       weights: the shapes of the model's.
@@ -552,7 +553,7 @@ def is_tied(weights: Any) -> bool:
 
 
 def with_unembed(ends: Any) -> Any:
-    """With the embedding as the unembedding if there is none."""
+    """The ends, with the embedding as the unembedding if there is none."""
     return replace(ends, unembed=ends.embed) if ends.unembed is None else ends
 
 
@@ -570,8 +571,8 @@ class Programs:
 
     Args:
       weights: the shapes of the model's.
-      kept: how the layers' weights are: gathered over w; 'int8', gathered, as `quantized` makes them; or 'split', as
-        `split`.
+      kept: how the layers' weights are: None, gathered over w; 'int8', gathered and rounded by `quantized`; 'split', as
+        in `split`.
     """
 
     def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
@@ -624,8 +625,8 @@ class Generator:
 
     Args:
       ends: tokens that end a text.
-      start: of a family with an encoder, which reads the prompt: the token that the decoder begins with.
-      kept: as of `Programs`.
+      start: the token that the decoder begins with, where an encoder reads the prompt.
+      kept: as in `Programs`.
     """
 
     def __init__(
@@ -704,9 +705,9 @@ class Slots:
     """Rows of one cache; texts come and go while others are drawn.
 
     Args:
-      count: of the rows, a multiple of the devices along b.
-      prompt: tokens of the longest one.
-      length: the most tokens of a prompt and its text together; of a model with an encoder, of what its decoder reads.
+      count: the number of rows, a multiple of the devices along b.
+      prompt: tokens of the longest prompt.
+      length: most tokens of a prompt and its text together; with an encoder, most tokens that the decoder reads.
     """
 
     def __init__(self, generator: Generator, count: int, prompt: int, length: int):
@@ -750,15 +751,15 @@ class Slots:
             self.filled[row] = len(prompt) - 1
 
     def _used(self, more: int) -> int | None:
-        """The slots that rows which go on need for so many tokens more: few sizes, so that few programs are compiled;
-        None: all."""
+        """The slots that rows need which go on for so many tokens: few sizes, so that few programs are compiled; None:
+        all."""
         need, room = int(self.filled[self.left > 0].max(initial=0)) + more, self.cache.k.shape[3]
         sizes = itertools.takewhile(lambda size: size < room, (4**n * SLOTS for n in itertools.count(1)))
         return next((size for size in sizes if size >= need), None)
 
     def _read_with(self, new: Collection[int]) -> tuple[Sequence[int], list[np.ndarray]]:
-        """The rows that are read together with these, as many on each device, a power of two: their numbers, and their
-        places on their devices. All rows have none."""
+        """The rows that are read together with these, on each device the same power of two: their numbers, and their
+        places on their devices; no places if these are all rows."""
         of_device = len(self.left) // devices_of_rows()
         by_device = np.zeros((devices_of_rows(), of_device), bool)
         by_device.reshape(-1)[list(new)] = True
@@ -770,7 +771,7 @@ class Slots:
         return rows.reshape(-1).tolist(), [places.reshape(-1).astype(np.int32)]
 
     def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: np.ndarray) -> None:
-        """Lets the encoder read these rows' prompts."""
+        """The encoder reads these rows' prompts."""
         tokens = np.zeros((len(self.left), self.cache.memory.shape[3]), np.uint32)
         counts = np.zeros(len(self.left), np.int32)
         for row, prompt in prompts.items():

@@ -4,8 +4,8 @@ the same on any mesh.
     bits = random_bits(seed, parse('M/w F/t').dims, w.shape)          # u32['M/w F/t']
     dropout = Dropout(0.1, seed, rows)                                # for layers.hidden
 
-`jax.random` under `shard_map` gives each device the numbers of its own part. A key for each element would do, as
-models/decoding.py has one for each token, at some 120 integer operations; here it is 9.
+`jax.random` under `shard_map` gives each device the numbers of its own part. A key for each element, as
+models/decoding.py has for each token, would take some 120 integer operations; this takes 9.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from shardlib.spec import Dim, parse
 
 
 def mixed(seed: jax.Array, number: jax.Array) -> jax.Array:
-    """A seed of the number's own, all uint32: its step of a Weyl sequence (Steele et al. 2014, section 3), and then
+    """A seed for the number, all uint32: its step of a Weyl sequence (Steele et al. 2014, section 3), and then
     MurmurHash3's finalizer (Appleby 2011), by which each bit depends on all bits."""
     x = seed + number * np.uint32(0x9E3779B9)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
@@ -35,7 +35,7 @@ def random_bits(seed: jax.Array, dims: Sequence[Dim], shape: Sequence[int]) -> j
 
     Args:
       seed: uint32; a scalar, or an array whose dims come before the others: a seed for each of its elements.
-      dims, shape: of the dims that are made; what each device holds.
+      dims, shape: the dims to make, and their sizes on a device.
     """
     for dim, size in zip(dims, shape, strict=True):
         place = jnp.arange(size * math.prod(map(shardops.axis_size, dim.axes)), dtype=jnp.uint32)
@@ -47,9 +47,9 @@ def random_bits(seed: jax.Array, dims: Sequence[Dim], shape: Sequence[int]) -> j
 
 @dataclass(frozen=True)
 class Dropout:
-    """Some elements become zero, the others are divided by 1 - rate (Srivastava et al. 2014, section 10): of what
-    attention and feed-forward add to the residual, and of attention's probabilities. Which ones is a function of the
-    seed, the row's number, the layer and the place in the row."""
+    """Sets some elements to zero and divides the others by 1 - rate (Srivastava et al. 2014, section 10), in what
+    attention and feed-forward add to the residual, and in attention's probabilities. Which ones is a function of the
+    seed, the row's number, the layer and the position in the row."""
 
     rate: float  # the part that becomes zero
     seed: jax.Array  # u32[''], another at each step
@@ -60,7 +60,7 @@ class Dropout:
 
 
 class Drop:
-    """`drop('B/b L/c M/t', x)`, in one layer; each call has a mask of its own."""
+    """`drop('B/b L/c M/t', x)`, in one layer; each call has another mask."""
 
     def __init__(self, dropout: Dropout, seed: jax.Array):
         self.dropout, self.seed, self.calls = dropout, seed, itertools.count(1)

@@ -2,8 +2,8 @@
 
     y, routing = mixture(model, x, router, (w_gate, w_up, w_down), M)         # act['B/b L/c M/t']
 
-No token is dropped, or each expert has slots for some tokens of a row: then what it computes has a fixed size. Legend:
-E experts, X of them chosen by a token, C an expert's slots in a row, H d_ff of one expert.
+Either no token is dropped, or each expert has slots for some tokens of a row and computes an array of fixed size.
+Legend: E experts, X of them chosen by a token, C an expert's slots in a row, H d_ff of one expert.
 """
 
 import functools
@@ -64,7 +64,7 @@ def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Rout
 
 
 def slots(choice, E, C, parts):
-    """Part by part: of each (token, choice) its slot, of E·C, or the one past the last where its expert has none left;
+    """Part by part: the slot of each (token, choice), out of E·C, or the one past the last if its expert has none left;
     and whether it has none.
 
     Each of the row's parts has C / parts slots of an expert. Its earlier tokens come first, so that no token is dropped
@@ -88,7 +88,7 @@ def dispatch(x, slot, E, C):
 
 
 def combine(y, weight, slot):
-    """Part by part: what came back in the slots, 'E B C M', weighted, where the tokens are."""
+    """Part by part: the slots' results, 'E B C M', weighted, back at their tokens."""
     y = jnp.moveaxis(y, 0, 1).reshape(slot.shape[0], -1, y.shape[-1])
     y = jnp.pad(y, ((0, 0), (0, 1), (0, 0)))
     y = jnp.take_along_axis(y, slot.reshape(slot.shape[0], -1)[..., None], axis=1).reshape(*slot.shape, y.shape[-1])
@@ -171,7 +171,7 @@ def multiplied(matrices, x, weight, choice, held, *parts):
 @typed
 def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: Experts) -> act['B/b L/c M +t']:
     """The chosen experts' results, weighted; no token is dropped. Each device has the tokens of all devices along e,
-    2M bytes a token, and multiplies those of its own experts; one reduce-scatter adds what they found."""
+    2M bytes a token, and multiplies those of its experts; one reduce-scatter adds the results."""
     x = shardops.all_gather('B/b L/c M -> B/g L/c M', x)
     weight = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[0])
     choice = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[1])
@@ -188,7 +188,7 @@ def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: 
 
 
 def mixture(model, x, router, experts: tuple, M: str):
-    """The result of a layer's experts, which lies as the residual, and what its router did."""
+    """The result of a layer's experts, laid out like the residual, and what its router did."""
     choices, routing = route(model, x, router)
     if model.capacity is None:
         return leave(experts_without_loss(model, x, choices, experts), M), routing

@@ -1,6 +1,6 @@
 """Reads weights in files of llama.cpp (GGUF) and of Meta (consolidated.*.pth) like a published folder.
 
-Both have names and a layout of their own: rotary turns neighbouring dims there, and dims i and i + D/2 here.
+Both have other names and another layout: rotary turns neighbouring dims there, and dims i and i + D/2 here.
 """
 
 import contextlib
@@ -216,7 +216,7 @@ def open_meta(folder: Path) -> Source:
 
 
 def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As `_gguf_parts`."""
+    """Like `_gguf_parts`, from Meta's files."""
     params = read_json(folder / "params.json")
     if unknown := params.keys() - META_FIELDS:
         raise RunError(f"{folder / 'params.json'}: this family does not compute {', '.join(sorted(unknown))}")

@@ -2,7 +2,7 @@
 
 Against Llama: one table at both ends, its rows times √M; norms multiply by 1 + w; gelu in the gate. Gemma 2 has norms
 behind both halves of a layer too, caps on attention's logits and on the tokens', and a window in every other layer.
-Gemma 3 has norms of q and k in place of the caps, and five of six layers with a window, whose rotary base is another.
+Gemma 3 has norms of q and k instead of the caps; five of six layers have a window and another rotary base.
 Legend as in train.py. models/layers.py says what a family's file holds and who calls it.
 """
 
@@ -42,7 +42,7 @@ class Model(DecoderSizes):
     n_q_per_kv: Count  # Q
     d_head: Even  # D
     rope_max_timescale: Positive = 10000.0  # base of the rotary angles
-    rope_scaling: RopeScaling | None = None  # not of layers with a window, where those have a base of their own
+    rope_scaling: RopeScaling | None = None  # not for layers with a window, if those have another base
     rope_local_timescale: Positive | None = None  # base of the rotary angles in layers with a window (Gemma 3)
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
     logits_scale: Positive  # attention's logits are q·k times this
@@ -74,7 +74,7 @@ def norms_after(model: Model) -> bool:
 
 
 def norm(published: Any, *only_if: Callable) -> Weight:
-    """It multiplies by 1 + w."""
+    """The scale of a norm, which multiplies by 1 + w."""
     return exact('M/w/t -> M', 0, published, 'M', *only_if, plus=1)
 
 

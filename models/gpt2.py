@@ -2,7 +2,7 @@
 
 Against Llama: layer norms with a bias, learned positions, biases everywhere, one feed-forward matrix on the way up, one
 table at both ends. GPT-2 is stored transposed, with q, k and v in one tensor; OPT's table of positions begins at row 2.
-Legend as in train.py; each head has keys of its own, so Q is 1. models/layers.py says what a family's file holds and
+Legend as in train.py; no heads share keys, so Q is 1. models/layers.py says what a family's file holds and
 who calls it.
 """
 

@@ -1,8 +1,8 @@
 """GPT-J: attention and feed-forward side by side, from one norm.
 
 Against Llama: each layer adds one sum, that of both halves; layer norms with a bias; rotary turns neighbouring dims,
-and only the first of each head; biases in the feed-forward and on the logits. Legend as in train.py; each head has keys
-of its own, so Q is 1. models/layers.py says what a family's file holds and who calls it.
+and only the first of each head; biases in the feed-forward and on the logits. Legend as in train.py; no heads share
+keys, so Q is 1. models/layers.py says what a family's file holds and who calls it.
 """
 
 from collections.abc import Callable

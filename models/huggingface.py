@@ -45,7 +45,7 @@ from runtime.checkpoints.checkpoint import (
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from runtime.terminal import RunError, needs_package
 
-# Fields of config.json that count what has tensors of its own.
+# Fields of config.json that count parts with separate tensors.
 NUMBERED = {
     "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_experts", "num_local_experts",
 }  # fmt: skip
@@ -275,7 +275,7 @@ def open_weights(path: str, pool: Executor) -> Source:
     attributes = checkpoint.attributes
     config, program = attributes.get("config") or {}, attributes.get("program") or {}
     if not isinstance(config.get("model"), dict):
-        raise RunError(f"checkpoint {checkpoint.path} does not say of which model it is: another program wrote it")
+        raise RunError(f"checkpoint {checkpoint.path} does not say which model it is of: another program wrote it")
     folder, model = Path(checkpoint.path).parents[1], config["model"]
     name = attributes.get("family") or config.get("family")
     if name is None and program.get("module", "train") in TRAINERS:
@@ -375,8 +375,8 @@ def model_of(family: ModuleType, fields: Fields) -> Any:
 
 
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
-    """The tensors under today's names, with the prefix `transformer.` that files of a model without its head (gpt2,
-    opt-6.7b) leave out."""
+    """The tensors under today's names, with the prefix `transformer.` that files without the head (gpt2, opt-6.7b)
+    leave out."""
     tensors = {
         functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
         for name, tensor in tensors.items()
@@ -413,7 +413,7 @@ def restored(source: Source, model: Any, like: Any, pool: Executor, *, is_part: 
     Args:
       is_part: `like` may have only some of the weights.
     Raises:
-      RunError: as `require_same` and `restore`.
+      RunError: as in `require_same` and `restore`.
     """
     require_same(source, model)
     like = {"weights": like}
@@ -427,13 +427,13 @@ def restored(source: Source, model: Any, like: Any, pool: Executor, *, is_part: 
 
 
 def first_weights(config: Any, at_hand: dict[str, str] | None, threads: int = 16) -> tuple[str, Callable[[Any], Any]]:
-    """What `runtime.run.Run` needs to begin with a config's initial_weights: their path, and a function that reads them
-    into a tree of `ShapeDtypeStruct`s with shardings.
+    """A config's initial_weights, for `runtime.run.Run`: their path, and a function that reads them into a tree of
+    `ShapeDtypeStruct`s with shardings.
 
     Args:
       at_hand: `program.model_parts` of the trainer that takes them.
     Raises:
-      RunError: as `require_same` and `require_same_program`.
+      RunError: as in `require_same` and `require_same_program`.
     """
     with ThreadPoolExecutor(threads) as pool:
         source = open_weights(config.initial_weights, pool)
@@ -468,7 +468,7 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
 
     Args:
       dtype: float32, bfloat16 or float16.
-      fields: more of config.json, for weights that have never been published.
+      fields: further fields of config.json, for weights that were never published.
     """
     family, model = source.family, source.model
     if family is None:

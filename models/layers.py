@@ -10,8 +10,8 @@ table of its weights (models/weights.py), from which `Layer`, `Weights`, `Gather
 (models/huggingface.py). Its layer is written once, for training, for reading a prompt and for decoding: it multiplies
 with weights that are gathered over w, and does not know what attention is over, `attend(q, k, v) -> (o, kept)`, nor how
 the residual lies: 'B/b L/c M/t' in training, 'B/b L/c M' in decoding, which sends half as often. It returns x, what
-attend says is to be kept, and what a router did. `attend.window` is the layer's own window: Gemma 3's rotary base goes
-with it. Legend as in train.py and models/mesh.py.
+`attend` wants kept, and what a router did. `attend.window` is the layer's window: Gemma 3's rotary base goes with it.
+Legend as in train.py and models/mesh.py.
 """
 
 import functools
@@ -43,12 +43,12 @@ from train import act
 
 # == How the residual lies =============================================================================================
 def enter(x, M: str):
-    """The residual, 'B/b L/c M/t' or 'B/b L/c M' by M, as a whole on each device of t."""
+    """The residual, 'B/b L/c M/t' or 'B/b L/c M' by M, whole on each device along t."""
     return x if M == 'M' else shardops.all_gather('B/b L/c M/t -> B/b L/c M', x)
 
 
 def leave(y, M: str):
-    """The sum of what the devices of t have computed, as the residual lies."""
+    """The sum over t of what the devices computed, laid out like the residual."""
     if M == 'M':
         return shardops.psum('B/b L/c M +t -> B/b L/c M', y)
     y = shardops.psum_scatter('B/b L/c M +t -> B/b L/c M/t', y)
@@ -56,15 +56,15 @@ def leave(y, M: str):
 
 
 def part(vector, M: str):
-    """A device's part of a vector 'M', such as a bias, where the residual lies so."""
+    """A device's part of a vector 'M', such as a bias, laid out like the residual."""
     return vector if M == 'M' else shardops.slice('M -> M/t', vector)
 
 
 # == Norms =============================================================================================================
 @typed
 def norm(x: jax.Array, scale: jax.Array, eps: float, M: str = 'M') -> jax.Array:
-    """In float32: with f32['M'] RMSNorm, x / sqrt(mean(x²) + eps) · scale (Zhang and Sennrich 2019, section 4); with a
-    scale and a bias, f32['2 M'], layer norm, which subtracts the mean from x first (Ba et al. 2016). x lies as
+    """A norm in float32: with f32['M'] RMSNorm, x / sqrt(mean(x²) + eps) · scale (Zhang and Sennrich 2019, section 4);
+    with a scale and a bias, f32['2 M'], layer norm, which subtracts the mean from x first (Ba et al. 2016). x lies as
     'B/b L/c' with M: where M is split, each mean is summed over t, 4 bytes a token."""
     whole: act[f'B/b L/c {M}'] = x
     x, size = whole.astype(jnp.float32), scale.shape[-1]
@@ -86,7 +86,7 @@ def norm(x: jax.Array, scale: jax.Array, eps: float, M: str = 'M') -> jax.Array:
 
 @typed
 def head_norm(x: act['B/b L/c Q K/t D'], scale: f32['D'], eps: float) -> act['B/b L/c Q K/t D']:
-    """RMSNorm of each head by itself."""
+    """RMSNorm per head."""
     x = x.astype(jnp.float32)
     mean_square = shardops.sum_unreduced('B/b L/c Q K/t D -> B/b L/c Q K/t', x * x) / x.shape[-1]
     return (x * lax.rsqrt(mean_square + eps)[..., None] * scale[None, None, None, None]).astype(act.dtype)
@@ -141,7 +141,7 @@ Turns = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]
 
 
 def rotations(model: Any, position: jax.Array, frequency: jax.Array | None = None) -> Turns:
-    """The rotations of q, times the logits' scale, and of k. frequency: None stands for the model's."""
+    """The rotations of q, times the logits' scale, and of k. frequency: None means the model's."""
     if frequency is None:
         frequency = frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
@@ -215,7 +215,7 @@ def attention_half(
 def projected(
     model: Any, x: act['B/b L/c M'], w: Any
 ) -> tuple[act['B/b L/c Q K/t D'], act['B/b L/c P K/t D'], act['B/b L/c K/t D']]:
-    """q, k and v. k has a dim P of 1 in place of Q, and so has q if each head has keys of its own."""
+    """q, k and v. k has a dim P of 1 instead of Q, and so has q if no heads share keys."""
     q = product(f'B/b L/c M, M {w.heads} -> B/b L/c {w.heads}', x, w.w_q)
     k = product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, w.w_k)[:, :, None]
     v = product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, w.w_v)
@@ -333,7 +333,7 @@ def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/b L'], i32['B/b L'
 
 
 def rows_of_tokens(table, tokens, M: str):
-    """Rows of a table 'V/t M', which lie as the residual."""
+    """Rows of a table 'V/t M', laid out like the residual."""
 
     @explicit_activation_checkpointing  # else a mask of M bytes a token
     @typed
@@ -345,14 +345,14 @@ def rows_of_tokens(table, tokens, M: str):
 
 @typed
 def rows_of_learned(table: act['P M'], numbers: i32['B/b L/c'], M: str) -> jax.Array:
-    """Rows of a table that all devices hold, which lie as the residual."""
+    """Rows of a table that all devices hold, laid out like the residual."""
     table = table if M == 'M' else shardops.slice('P M -> P M/t', table)
     return shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', table, numbers)
 
 
 @typed
 def embed(model: Any, ends: Any, tokens: u32['B/b L/c'], position: Any, M: str) -> jax.Array:
-    """The input of the first layer, in a family without positions there."""
+    """The input of the first layer, for families without learned positions."""
     return rows_of_tokens(ends.embed, tokens, M)
 
 
@@ -386,7 +386,7 @@ def hidden(
 
     Args:
       family: a module of models/.
-      inputs, segment, position: as of `inputs_of`.
+      inputs, segment, position: as in `inputs_of`.
       ends: `family.gather_ends`, if the caller has it already.
       along_c: how positions on several devices attend to each other.
     Raises:
@@ -403,7 +403,7 @@ def hidden(
 
 
 def through(family, model, x, stack, in_use: Callable, segment, position, how: Options, along_c: Context):
-    """`scanned` with the attention that the family's mask describes; arguments as of `scanned` and `hidden`."""
+    """`scanned` with the attention that the family's mask describes; arguments as in `scanned` and `hidden`."""
     mask, rows, position = family.mask(model), Rows(along_c, segment), along_c.part(position)
 
     def calls(window, drop):
@@ -420,16 +420,16 @@ def through(family, model, x, stack, in_use: Callable, segment, position, how: O
 
 @jax.named_scope('final_norm')
 def ended(family, model, ends, x):
-    """act['B/b L/c M'], what logits are computed from, of what the last layer returns: keeps it gathered, 2M bytes a
-    token, and not the norm's float32 values."""
+    """act['B/b L/c M'], the input of the logits, from the last layer's result: keeps that gathered, 2M bytes a token,
+    and not the norm's float32 values."""
     return explicit_activation_checkpointing(functools.partial(family.final, model, M='M'))(ends, enter(x, 'M/t'))
 
 
 # == Loss ==============================================================================================================
 @typed
 def logits_of(unembed: Any, x: act['B/b L/c M'], cap: float | None = None, V: str = 'V/t') -> jax.Array:
-    """In float32, 'B/b L/c V/t', of act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap). With V the
-    vocabulary lies otherwise: 'V/u'."""
+    """Logits in float32, 'B/b L/c V/t', by act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap). V: another
+    layout of the vocabulary, 'V/u'."""
     table = unembed.table if isinstance(unembed, Biased) else unembed
     string = f'B/b L/c M, {V} M -> B/b L/c {V}'
     logits = shardops.einsum_unreduced(string, x, table, preferred_element_type=jnp.float32)
@@ -446,10 +446,10 @@ def loss_sum(
     logits are sent.
 
     Args:
-      weight: of each target, such as WeightedBatch's; None: 1.
-      z_loss: times log² Z of each target is added, Z being the sum that softmax divides by: it keeps logits from
+      weight: each target's, such as WeightedBatch's; None: 1.
+      z_loss: this times each target's log² Z is added, Z being the sum that softmax divides by: it keeps logits from
         drifting (Chowdhery et al. 2022, section 5, with 1e-4).
-      along_c: as of `hidden`.
+      along_c: as in `hidden`.
       V: how the vocabulary lies; the sum is pending over its axes.
     """
     owed = f'+{V.partition("/")[2]}'

@@ -22,7 +22,7 @@ from shardlib.typed import typed
 
 @pytree_dataclass
 class Packed:
-    """Rows of contexts, each with its continuations behind it, as `pack` lays them."""
+    """Rows of contexts, each followed by its continuations, as `pack` places them."""
 
     tokens: u32['B/b L']
     targets: u32['B/b L']  # the next token, within continuations
@@ -35,7 +35,7 @@ class Packed:
 def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], i32['B/b L']]:
     """`of_targets` of a family without an encoder.
 
-    A continuation sees its context and itself. 4 · Q · K · L² / t bytes a row are in memory. Sent over t: the sums of
+    A continuation sees its context and itself. A row takes 4 · Q · K · L² / t bytes of memory. Sends over t the sums of
     the layers, as in decoding, and 20 bytes a token.
 
     Args:

@@ -31,7 +31,7 @@ class Model(DecoderSizes):
     logits_scale: Positive = 1.0  # attention's logits are q·k times this; 1: the factor is in w_q, as in train.py
     tied: bool = False  # one table at both ends: there is no `unembed`
     qkv_bias: bool = False  # added to q, k and v (Qwen2)
-    qk_norm: Literal['none', 'head', 'all'] = 'none'  # of each head by itself (Qwen3), or of all together (OLMo 2)
+    qk_norm: Literal['none', 'head', 'all'] = 'none'  # per head (Qwen3), or over all heads (OLMo 2)
     norm_after: bool = False  # norms stand behind attention and feed-forward, not before (OLMo 2)
     window: Count | None = None  # positions that a query sees, its own included (Mistral 7B v0.1)
     window_from: Steps = 0  # the first layer that has the window (Qwen2)
@@ -48,7 +48,7 @@ LAYER, ATTENTION = 'model.layers.{}', 'model.layers.{}.self_attn'
 
 
 def norm(before: str, after: str) -> Weight:
-    """Its published name depends on where it stands."""
+    """The scale of a norm; its published name depends on the norm's place."""
     return exact(
         'M/w/t -> M', 1, lambda model: f'{LAYER}.{after if model.norm_after else before}_layernorm.weight', 'M'
     )

@@ -40,8 +40,8 @@ def devices_along(axes: str) -> int:
 
 
 def placed(tree: Any, type_: Any) -> Any:
-    """Host arrays, the same on every process of the job, on the devices of the current mesh as the type says; what is
-    there already stays."""
+    """Puts host arrays, equal on every process of the job, on the devices of the current mesh as the type says; arrays
+    that are there already stay."""
     leaves = jax.tree.leaves(tree)
     if not leaves or not isinstance(leaves[0], np.ndarray):
         return tree

@@ -26,10 +26,10 @@ KIND = 'decoder'
 class Model(llama.Model):  # d_ff is H, of one expert
     experts: Count  # E
     experts_per_token: Count  # X
-    shared_experts: Steps = 0  # further ones, to which every token goes (no published model)
+    shared_experts: Steps = 0  # further experts, to which every token goes (no published model)
     weights_add_to_one: bool = True  # those of the chosen experts; else they are the softmax over all (OLMoE)
     capacity: Positive | None = None  # an expert's slots, over the tokens that it gets on average; none: no limit
-    capacity_parts: Count = 1  # of a row, each with slots of its own; a multiple of 2 · mesh.c where c is more than 1
+    capacity_parts: Count = 1  # of a row, each with separate slots; a multiple of 2 · mesh.c if c is more than 1
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.experts:
@@ -41,7 +41,7 @@ LAYER = 'model.layers.{}'
 
 
 def of_moe(published: str, of_mixtral: str) -> Callable:
-    """The name below the layer's mixture, which Mixtral calls otherwise."""
+    """A published name below the layer's mixture, which Mixtral calls otherwise."""
     mixtral, others = f'{LAYER}.block_sparse_moe.{of_mixtral}.weight', f'{LAYER}.mlp.{published}.weight'
     return lambda model: mixtral if model.qk_norm == 'none' else others
 

@@ -71,7 +71,7 @@ def stack(name: str, ffn: int) -> dict[str, Weight]:
 
 
 def small_scale(model: Model) -> float:
-    """Logits are not scaled."""
+    """Smaller first values, since T5 does not scale logits."""
     return model.d_head**-0.5
 
 
@@ -135,7 +135,7 @@ def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_
 
 @typed
 def decoding_bias(model: Model, ends: Ends, distance: i32['B/b L S']) -> f32['B/b K/t L S']:
-    """The same for the decoder, whose rows are at different places."""
+    """The same for the decoder, whose rows are at different positions."""
     bucket = bucket_of(model, distance, both_ways=False)
     return jnp.moveaxis(shardops.index_unreduced('[N] K/t, B/b L S -> B/b L S K/t', ends.decoder_bias, bucket), -1, 1)
 
@@ -250,7 +250,7 @@ def hidden(model, weights, read, read_segment, inputs, segment, *, ends=None, ho
     Args:
       read, read_segment: the encoder's tokens, u32['B/b S'], and the numbers of their segments, i32['B/b S']; a token
         of the decoder sees those of its own segment. Padding has a number of its own, such as 0.
-      inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with decoder_start_token_id.
+      inputs, segment: the decoder's, as in layers.inputs_of; a sequence begins with decoder_start_token_id.
     """
     ends = ends or gather_ends(weights, how.reduce_dtype)
     with jax.named_scope('encoder'):

@@ -13,8 +13,8 @@
 
 A line says how the weight lies at rest -> in use, which is the string of its all-gather; its first values, a constant
 or the letters of a matrix's fan-in; the published tensor, or the tensors that it is a stack of, and how one lies; and
-which models have it. What has M, F or V is divided over d, c, e and t at rest; else it is small, and lies as in use:
-'D'. `w_kv`, a stack of 2, is gathered as `w_k` and `w_v`: a result whose first dim were the 2 would have to be
+which models have it. Weights with M, F or V are divided over d, c, e and t at rest; others are small, and lie as in
+use: 'D'. `w_kv`, a stack of 2, is gathered as `w_k` and `w_v`: a result whose first dim were the 2 would have to be
 transposed.
 """
 
@@ -114,7 +114,8 @@ class Weight:
     ) -> dict[str, Any]:
         """The weight in use, by name; gradients of matrices and biases travel in reduce_dtype.
 
-        ready: what `Table.of_all_layers` has of it: itself, where w is None; of a matrix the scale of `Float8`.
+        ready: what `Table.of_all_layers` has for it: the weight itself, if w is None; for a matrix the scale of
+          `Float8`.
         """
         options = {} if self.in_use is f32 else {'dtype': self.in_use, 'reduce_dtype': reduce_dtype}
         parts = self.parts(name)
@@ -177,7 +178,7 @@ class Table:
         """
         Args:
           table: by name `Weight`s, and stacks of layers, which are such tables.
-          sizes: as SIZES, of letters besides; or functions of the model.
+          sizes: further letters, as in SIZES; or functions of the model.
           counts: fields of `Model` with the number of layers of each stack; `layers` by default.
         """
         self.table, self.sizes, self.counts = table, SIZES | sizes, counts
@@ -199,7 +200,7 @@ class Table:
         types = {part: weight.type_in_use for part, (weight, _) in parts.items()}
         doc = 'What a layer multiplies with; a matrix may be `Adapted`.'
         self.Gathered = tree_type('Gathered', doc, types, {x for x, (_, name) in parts.items() if name in optional})
-        # How the heads of q lie: 'Q K/t D', or 'K/t D' where each has keys of its own.
+        # How the heads of q lie: 'Q K/t D', or 'K/t D' if no heads share keys.
         self.Gathered.heads = self.layer['w_o'].use.removeprefix('M ')
 
         unembed = Biased if 'unembed_bias' in self.ends else self.ends['embed'].type_in_use
@@ -220,7 +221,7 @@ class Table:
         return int(letter) if letter.isdigit() else where(model) if callable(where) else getattr(model, where)
 
     def init(self, model: Any, seed: jax.Array) -> Any:
-        """The first `Weights`; a model of train.py has train.py's of that seed."""
+        """The first `Weights`; train.py's model has train.py's for that seed."""
 
         def draw(weight: Weight, key: str, layers: tuple[int, ...] = ()):
             size = functools.partial(self.size, model)
@@ -240,7 +241,7 @@ class Table:
 
     def of_all_layers(self, stack: str, layers: Any, reduce_dtype: str, fp8: bool) -> tuple[Any, dict[str, jax.Array]]:
         """A stack without the norms and biases of d_model; and these by name, gathered: they are small, and those of
-        all layers travel together. With fp8 also of each matrix a scale for each layer: 4 bytes, all-reduced."""
+        all layers travel together. With fp8 also each matrix's scale for each layer: 4 bytes, all-reduced."""
         ready: dict[str, jax.Array] = {}
         with Scope():
             for name, weight in self.stacks[stack].items():
@@ -256,16 +257,16 @@ class Table:
         return layers, ready
 
     def gather_ends(self, weights: Any, reduce_dtype: str = 'float32') -> Any:
-        """`Ends` of `Weights`. A model without `unembed` has the embedding there."""
+        """`Ends` of `Weights`; without `unembed` they have the embedding there."""
         return self._gathered(self.ends, self.Ends, weights, reduce_dtype)
 
     def gather_first(self, weights: Any, reduce_dtype: str) -> Any:
-        """The same with the embedding in the place of every unembedding: what the layers come after."""
+        """The same with the embedding in place of any unembedding: all that the layers need before them."""
         return self.gather_ends(replace(weights, unembed=None) if 'unembed' in self.ends else weights, reduce_dtype)
 
     def gather_unembed(self, weights: Any, ends: Any, reduce_dtype: str) -> Any:
-        """`Ends.unembed`, of those of `gather_first`. Gathered after the layers, its gradient, 4VM/t bytes, is
-        scattered before theirs are computed."""
+        """`Ends.unembed`, added to `gather_first`'s. Gathered after the layers, its gradient, 4VM/t bytes, is scattered
+        before theirs are computed."""
         table_at_rest = getattr(weights, 'unembed', None)
         if table_at_rest is None:
             return ends.unembed
@@ -290,7 +291,7 @@ class Table:
             return check_tree(type_, type_(**used))
 
     def published(self, model: Any) -> dict[str, list[tuple[str, str]]]:
-        """The published tensors that each of the weights is made of, and how one lies there -> here."""
+        """The published tensors that make up each weight, and the layout of one there -> here."""
         rows = {}
         for stack, table in {'': self.ends, **self.stacks}.items():
             for name, weight in table.items():
@@ -319,7 +320,7 @@ def of_all_heads(model: Any) -> bool:
 
 
 def qk_norms(attention: str, plus: float = 0.0) -> dict[str, Weight]:
-    """Scales of RMSNorm of q and k, of each head by itself or of all heads together."""
+    """Scales of RMSNorm of q and k, per head or over all heads."""
     q, k = [f'{attention}.{x}_norm.weight' for x in 'qk']
     return {
         'q_norm': exact('D -> D', 1 - plus, q, 'D', of_each_head, plus),

@@ -19,7 +19,7 @@ def start(module: str, arguments: Sequence[str], output: Any) -> subprocess.Pope
     """Starts `python -m module`. The end of its standard input tells it that the run is over, however the run ends."""
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],  # -P: the folder of the run's start holds no packages of ours
+        [sys.executable, "-P", "-m", module, *arguments],  # -P: the run's starting folder holds no packages of ours
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=output,
@@ -30,13 +30,13 @@ def start(module: str, arguments: Sequence[str], output: Any) -> subprocess.Pope
 
 
 def hang_up(process: subprocess.Popen) -> None:
-    """Tells it that the run is over."""
+    """Tells the process that the run is over."""
     assert process.stdin is not None
     process.stdin.close()
 
 
 def end(process: subprocess.Popen, longest_wait_s: float) -> int | None:
-    """Its status, once it has ended; None where it had to be killed, with the processes that it started."""
+    """The process's status, once it has ended; None if it had to be killed, with the processes that it started."""
     hang_up(process)
     try:
         return process.wait(longest_wait_s)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 MOST_BYTES = 2**30  # metrics.jsonl grows with a run
 LARGEST_BYTES = 2**27  # most of what is read at once; a tokenizer.json may have tens of millions
 LARGEST_YAML = 2**16  # characters, which take a second to parse
-MOST_REPEATED = 1000  # times that a value may stand in what its references make of it
+MOST_REPEATED = 1000  # how often references may repeat a value
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -77,7 +77,7 @@ def parse_yaml(text: str) -> Any:
 def multiply(references: Sequence[str]) -> bool:
     """Whether references, which may refer to values with references, may repeat a value too often.
 
-    The most: each of the n names is referred to equally often, by the values of the name before.
+    The worst case: each of the n names is referred to equally often, by the values of the previous name.
     """
     names = len(set(references))
     return names > 0 and names * math.log(len(references) / names) > math.log(MOST_REPEATED)

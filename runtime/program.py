@@ -1,7 +1,7 @@
 """A run's program: the trainer's module, loaded by its name, recorded with a run, and compared when it resumes.
 
 trainer = load("train")                          # or tests.abc_trainer, or a file, runs/first/program.py
-record = recorded(config)                        # of the program whose Config this is
+record = recorded(config)                        # the program whose Config this is
 differences(checkpoint_attributes, record)       # ["what train is made of"]
 """
 
@@ -58,13 +58,13 @@ class Trainer(Protocol):
         """Trains; with check_only, checks."""
 
     # Where only files that a config names say what is trained, as in train_any.py, there are three more:
-    # resolved(config), the config with the model in it, for shapes and mapped_steps; and of that state_type(config), in
-    # the place of State, and drawn_state(config, seed), in the place of init_state(config.model, seed).
+    # resolved(config), the config with the model in it, for shapes and mapped_steps; and for that config
+    # state_type(config) instead of State, and drawn_state(config, seed) instead of init_state(config.model, seed).
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramKey:
-    """A key of tools that work with any trainer."""
+    """The key of tools that work with any trainer."""
 
     program: str = DEFAULT  # the trainer: its module, or its file, such as the program.py of a run folder
 
@@ -96,7 +96,7 @@ def load(name: str) -> Trainer:
 
 
 def resolved(config: Any, trainer: Any) -> Any:
-    """The config as a trainer's shapes and steps take it."""
+    """The config in the form that a trainer's shapes and steps take."""
     return getattr(trainer, "resolved", lambda config: config)(config)
 
 
@@ -205,7 +205,7 @@ def _of_file(path: Path) -> ModuleType:
 
 def _hashes(name: str, file: Path) -> dict[str, str]:
     """Hashes by module: this one, and all that it imports from its folder and this project, but NO_MATHEMATICS."""
-    is_installed = "site-packages" in file.parts  # what stands beside it there is not its own
+    is_installed = "site-packages" in file.parts  # other files there are not part of it
     folders = [ROOT] if is_installed else [file.parents[name.count(".")], ROOT]
     hashes, left = {}, {name: file}
     while left:
@@ -222,7 +222,7 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
     return dict(sorted(hashes.items()))
 
 
-@functools.cache  # for processes that make several runs, as tests do: a trainer has some forty files
+@functools.cache  # for processes that make several runs, like tests: a trainer has some forty files
 def _hash_and_imports(source: str) -> tuple[str, list[str]]:
     """A hash of the code without comments, docstrings and line breaks; and the modules, or names in them, that it
     imports."""

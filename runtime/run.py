@@ -59,7 +59,7 @@ from shardlib.shardtypes import make_shardings, narrowed
 # How far the host may be ahead: the device never runs dry of work. With 32 programs in flight simulated devices stop
 # for ever (jax 0.10.2: the next program waits for a place in each device's queue while it already holds others').
 PROGRAMS_IN_FLIGHT = 8
-AHEAD_S = 2.0  # of steps, at most, since a signal waits for what is in flight; longer steps are not dispatched ahead
+AHEAD_S = 2.0  # most seconds of steps in flight, since a signal waits for them; longer steps are not dispatched ahead
 
 # XLA:CPU compiles the initialization, which runs once, in 2.3 s of CPU time with this and in 16.2 s without; the
 # program draws the same bits (2.4M parameters, two cores, jax 0.10.2, 2026-11-21).
@@ -366,8 +366,8 @@ class Run:
             raise RunError(f"{skipped} of {self._total} steps were skipped, {why}. {fix}")
 
     def due(self, step: int, interval: int | None) -> bool:
-        """Whether what is done every `interval` steps, and at the end, is due after this step; None: never. Nothing is
-        when a signal stops the run, since whoever stops it may not wait long."""
+        """Whether work that comes every `interval` steps, and at the end, is due after this step; None: never. Nothing
+        is due when a signal stops the run, since whoever stops it may not wait long."""
         if interval is None or self._stopping:
             return False
         return (step + 1) % interval == 0 or step + 1 == self._total
@@ -375,8 +375,8 @@ class Run:
     def log(self, step: int, state: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
 
-        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors: if its name ends with '_of',
-        one has a number for each of the weights, and is logged under their names.
+        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors: one whose name ends with
+          '_of' has a number for each of the weights, and is logged under their names.
         """
         own_s, self._state = time.monotonic() - self._step_began, state
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
@@ -426,12 +426,12 @@ class Run:
         others = program.differences(self.attributes, self._program)
         changes = resume.compare(self._config, self._identity, self.attributes, where, others, self._about)
         if changes and self._is_leader:
-            print_line("\n".join([f"the configuration is another than that of {where}:", *changes]))
+            print_line("\n".join([f"the configuration differs from that of {where}:", *changes]))
         if step and "program" not in self.attributes:
             self.say(f"{where} does not say which program saved it: nothing tells whether this is the same")
 
     def _begin(self) -> None:
-        """Opens what depends on the step that the run goes on from: known only when the state is restored."""
+        """Opens what depends on the step that the run goes on from, which is known once the state is restored."""
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
@@ -464,8 +464,8 @@ class Run:
     # ---- what is due, and what can end it early
 
     def _save_is_due(self, step: int) -> bool:
-        """What is due by steps and minutes waits for a step that is not bad: the state may be what makes steps bad, and
-        then the checkpoint before is better and must not be deleted for it."""
+        """A save that is due by steps or minutes waits for a step that is not bad: the state may be what makes steps
+        bad, and then the previous checkpoint is better and must not be deleted for it."""
         if self._config.checkpoint_interval is None:
             return False
         is_best = self._best is not None and self._best.step == step + 1

@@ -136,12 +136,12 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
 def heartbeat(
     descriptor: int, say: Callable[[str], None], wait: Callable[[float], bool] | None = None
 ) -> Iterator[None]:
-    """Meanwhile a file that is standard output (1) or standard error (2) gets a line at least every SILENT_S.
+    """While it is open, a file that is standard output (1) or standard error (2) gets a line at least every SILENT_S.
 
     A thread looks at its size twice in that time. A terminal or a pipe is left alone.
 
     Args:
-      wait: for so many seconds; whether it is over. Another one is for tests.
+      wait: wait(seconds) says whether it is over; tests give another one.
     """
     over = threading.Event()
     wait = wait or over.wait
@@ -191,7 +191,7 @@ def _write_error(text: str) -> None:
 
 
 def printable(text: Any) -> str:
-    """The text without passwords of URLs, and with control characters spelled out, by which a name could write anywhere
+    """The text without passwords of URLs, and with control characters spelled out: by these a name could write anywhere
     in a terminal."""
     text = re.sub(r"(\w://+[^/\s:@]*:)[^/\s@]+@", r"\1***@", str(text))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -37,8 +37,8 @@ from tools.plan_step import changed
 
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
-STEPS_OF_DATA = 2  # that are written; a run reads them again and again
-KEYS = (  # of a run that is only timed
+STEPS_OF_DATA = 2  # the data set has these; a run reads them again and again
+KEYS = (  # for a run that is only timed
     *("num_hosts=1", "log_interval=1", "checkpoint_interval=null", "eval_interval=null", "patience=null"),
     *(
         "tracking.to=[]",
@@ -107,7 +107,7 @@ def config_of(benchmark: Benchmark, job: str, folder: str = "random") -> Any:
 
 
 def measure(benchmark: Benchmark, job: str) -> Line | None:
-    """In a process of its own: the job's line; None after saying why there is none, since the others may still run."""
+    """Runs a job in its own process and returns its line; or says why it failed, and the other jobs still run."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
@@ -126,8 +126,8 @@ def measure(benchmark: Benchmark, job: str) -> Line | None:
 
 
 def on_devices(config: Any, devices: int, backend: str) -> Any:
-    """The config on all the devices there are, those that the other axes do not need along the first; on a CPU, which
-    simulates as many as are asked for, as it is."""
+    """The config on all devices that are there: the first axis takes those that the others leave. On a CPU, which
+    simulates as many as it asks for, the config stays as it is."""
     if backend == "cpu":
         return config
     (first, _), *others = vars(config.mesh).items()
@@ -167,7 +167,7 @@ def line_of(job: str, run: Path) -> Line:
         "step_cpu_s": statistics.mean(line["step_cpu_s"] for line in lines),
         **{key: lines[0][key] and statistics.median(line[key] for line in lines) for key in ("mfu", "hfu", "mfu_6nd")},
         "gflops_6nd": ledger["flops_6nd"] / step_s / 1e9,
-        # Of one device: its allocator's peak, or, where JAX does not say that, what XLA says the program needs.
+        # One device's peak by its allocator or, where JAX does not say that, what XLA says the program needs.
         "peak_memory_bytes": lines[-1]["device_peak_memory_bytes"] or compiled["peak_memory_bytes"],
         "compile_s": compiled["compile_s"],
         "predicted_step_time_s": compiled["predicted_step_time_s"],

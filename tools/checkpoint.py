@@ -46,7 +46,7 @@ class LookAt:
 
     what: Literal["show", "verify", "diff"]  # what to do
     path: str  # a checkpoint, or a directory of them
-    other: str = ""  # of diff: another one
+    other: str = ""  # diff: the other one
 
 
 def main(config: LookAt) -> None:

@@ -2,13 +2,13 @@
 
     python -m tools.compare runs/first runs/second                        # writes compare.html too
     python -m tools.compare runs/first runs/second output=first_second.html
-    python -m tools.compare runs/first                                    # of one: its report.html is written again
+    python -m tools.compare runs/first                                    # one run: writes its report.html again
     python -m tools.compare before/ledger.json after/ledger.json          # what a change costs, line by line
     python -m tools.compare runs/now tests/golden/cpu.jsonl assert_equal=true tolerance=0.01
 
-The page of a single run is its report: written again after samples.txt has come to the run folder, say. Of two ledgers,
-and with assert_equal, nothing is written; the status is 1 where they differ. assert_equal compares all steps and values
-but what a machine's speed and memory say, and names the first that differ.
+The page of a single run is its report: write it again when samples.txt has come to the run folder, say. For two
+ledgers, and with assert_equal, no page is written; the status is 1 if they differ. assert_equal compares all values of
+all steps, except speed and memory, and names the first that differ.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorde
 
 
 def differences(runs: list[Recorded]) -> Table:
-    """The keys that not all configurations have the same value of, but for the run's own place."""
+    """The keys whose values differ between configurations, except for the run's folder."""
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
     values = {PROGRAM: [hashed(run.program) for run in runs]}
     values |= {key: [as_yaml(run.config[key]) if key in run.config else None for run in runs] for key in keys}
@@ -168,7 +168,7 @@ def _table(run: Recorded) -> dict[int, dict[str, Any]]:
 
 
 def _difference(one: Any, other: Any) -> float:
-    """Relative; infinite between what cannot be compared, as a number and NaN, which is written as a string."""
+    """The relative difference; infinite if values cannot be compared, such as a number and NaN, which is a string."""
     if one == other:
         return 0.0
     if not (isinstance(one, int | float) and isinstance(other, int | float)):

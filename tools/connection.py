@@ -11,7 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PIECE = 16 * 1024  # bytes that h11 is given at once
-SLOW_S = 15.0  # between two looks at a connection: what did not get on meanwhile is ended
+SLOW_S = 15.0  # between two looks at a connection: one that made no progress meanwhile is ended
 
 
 class Connection(H11Protocol):
@@ -42,7 +42,7 @@ class Connection(H11Protocol):
                 super().data_received(data[start : start + PIECE])
 
     def send_400_response(self, msg: str) -> None:
-        """Of a body that is no HTTP any more: the request's own answer is not sent, and one that has begun is cut."""
+        """For a body that is no longer HTTP: the request's own answer is not sent; one that has begun is cut off."""
         if self.cycle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -53,7 +53,7 @@ class Connection(H11Protocol):
 
     def look(self) -> None:
         """Ends a connection whose client has been sending the same request, or not reading the same answer, since the
-        look before."""
+        last look."""
         is_sending = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         now = (self.cycle, self.conn.their_state) if is_sending or self.transport.get_write_buffer_size() else None
         if now is not None and now == self.before:
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
         self.before, self.timer = now, self.loop.call_later(SLOW_S, self.look)
 
     def shutdown(self) -> None:
-        """Half a request is ended, an answer within grace_s."""
+        """Ends a connection with half a request at once, one with an answer after grace_s."""
         if self.conn.their_state is h11.SEND_BODY:
             return self.transport.abort()
         super().shutdown()

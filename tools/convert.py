@@ -1,4 +1,4 @@
-"""Published weights to a checkpoint, or a checkpoint to published weights, by what it finds.
+"""Turns published weights into a checkpoint, or a checkpoint into published weights, depending on what it finds.
 
     python -m tools.convert from=meta-llama/Llama-3.2-1B to=weights/llama      # a folder that a run can start from
     python -m tools.convert from=smollm2.Q8_0.gguf to=weights/smollm2
@@ -48,9 +48,9 @@ class Convert:
 
     from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
     to: str  # a new folder
-    dtype: Literal["float32", "bfloat16"] | None = None  # of what is published; null: as it was, or float32
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the published weights; null: as they were, or float32
     allow_program_change: bool = False  # convert a run although its train.py computes another model than models/
-    adapter: bool = False  # of a run with lora.rank: its adapters alone, in float32, as the package PEFT writes them
+    adapter: bool = False  # for a run with lora.rank: writes only its adapters, in float32, as PEFT does
 
 
 def main(config: Convert) -> None:
@@ -83,7 +83,7 @@ def main(config: Convert) -> None:
 
 @contextlib.contextmanager
 def written_whole(to: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `to` at the end: of what is refused or killed midway, `to` has no part."""
+    """A folder to write in, which becomes `to` at the end: a refused or killed command leaves no part of `to`."""
     partial = Path(f"{os.path.realpath(to)}.partial")
     with run_errors(f"{to} cannot be written"):
         try:
@@ -134,7 +134,7 @@ def write_tokenizer(to: Path, text: str, about: dict) -> None:
 
 
 def ends_of(source: Source) -> dict[str, int | None]:
-    """The ids that begin and end a text, as config.json has them, of a run whose tokenizer is known."""
+    """The ids that begin and end a text, as keys of config.json; none if the run's tokenizer is unknown."""
     tokenizer = kept_tokenizer(source.folder)
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}

@@ -1,4 +1,4 @@
-"""Whether this machine can do a run, how fast its links are, and the command that repairs what is wrong.
+"""Says whether this machine can do a run, how fast its links are, and which command repairs what is wrong.
 
     python -m tools.doctor                                                    # for the job to try first
     python -m tools.doctor --config-name=c4_a100x8_1b                         # for that run: its mesh, its run folder
@@ -6,7 +6,7 @@
 
 Looks at versions, the packages of the run's trackers, devices, an all-reduce over each axis of the mesh, the data, and
 the store of checkpoints. Exits with 1 when something that the run needs is missing or broken; a version that is not the
-tested one is only said. A rate takes a second, on a machine that does nothing else.
+tested one is only named. A rate takes a second, on a machine that does nothing else.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ Row = tuple[str, str, str]  # a part, what was found, and the command that repai
 
 
 def main(config: Any) -> None:
-    """Prints rows as they come. Of several processes each measures, since collectives need all, and all but the first
-    print only what is wrong with their own host."""
+    """Prints rows as they come. All processes measure, since collectives need all; those after the first print only
+    what is wrong with their host."""
     wrong = []
     for part, state, fix in rows(config):
         if fix:
@@ -77,7 +77,7 @@ def rows(config: Any) -> Iterator[Row]:
         if config.num_hosts > 1:  # the others are not there, or see the same
             raise
         what, _, fix = str(error).partition("; fix: ")
-        yield "devices", what, fix or "as it says, and then again: nothing else was looked at"
+        yield "devices", what, fix or "as it says, then run this again: nothing else was checked"
         return
     config = program.resolved(config, program.load(config.program))
     yield packages(config.tracking.to)
@@ -101,7 +101,7 @@ def devices(mesh: Mesh) -> Iterator[Row]:
 
 
 def packages(trackers: tuple[str, ...]) -> Row:
-    """Those that are missing, and those that are not as tested."""
+    """The packages that are missing, and those of another version than the tested one."""
     needed, optional = (
         dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements-{name}.txt").read_text(), re.MULTILINE))
         for name in ("cpu", "trackers")
@@ -156,7 +156,7 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
 
 
 def data(config: Any, mesh: Mesh) -> Iterator[Row]:
-    """Opens both splits as the run would, and holds them against its vocabulary and its steps."""
+    """Opens both splits as the run would, and checks them against its vocabulary and its steps."""
     _, batch = program.load(config.program).shapes(config)
     with jax.set_mesh(mesh):
         sharding = make_shardings(type(batch))
@@ -168,7 +168,7 @@ def data(config: Any, mesh: Mesh) -> Iterator[Row]:
             yield "data", training.summary, ""
     except RunError as error:
         text = "; ".join(map(str.strip, str(error).splitlines()))  # a line for each problem
-        yield "data", text, "as it says; docs/data.md has how to write a data set from your own text"
+        yield "data", text, "as it says; docs/data.md says how to write a data set from your text"
 
 
 def storage(root: str) -> Iterator[Row]:

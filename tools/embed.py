@@ -3,8 +3,8 @@
     python -m tools.embed bert-base-uncased lines.txt to=vectors.npy              # float32 [texts, M]
     python -m tools.embed runs/bert pairs.jsonl to=vectors.npy pool=first mesh.t=2
 
-A line is a text; in .jsonl its field `text` is one, or a list of two that BERT reads as a pair. Of an encoder these are
-what it writes, T5's too, else what logits are computed from.
+A line is a text; in .jsonl its field `text` is one, or a list of two that BERT reads as a pair. The hidden states of an
+encoder, T5's too, are its output; a decoder's are those that logits are computed from.
 """
 
 import json

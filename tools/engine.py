@@ -63,7 +63,7 @@ class Engine(threading.Thread):
         self.counts: Counter[str] = Counter()
 
     def submit(self, answers: Sequence[Answer]) -> bool:
-        """All or none: False where too many wait already, or the server stops."""
+        """Takes all of the answers or none: False if too many wait already, or the server stops."""
         with self.changed:
             if self.stopping or self.has_ended or len(self.waiting) + len(answers) > self.most:
                 self.counts["refused"] += 1
@@ -74,7 +74,7 @@ class Engine(threading.Thread):
             return True
 
     def stop(self) -> None:
-        """Ends after what waits and what is drawn."""
+        """The engine ends once the answers that wait or are drawn are done."""
         with self.changed:
             self.stopping = True
             self.changed.notify()
@@ -83,7 +83,7 @@ class Engine(threading.Thread):
         try:
             with jax.set_mesh(self.mesh):
                 self._run()
-        finally:  # of a failure, whose traceback Python prints, clients and /health must learn
+        finally:  # clients and /health must learn of a failure, whose traceback Python prints
             with self.changed:
                 self.has_ended = True
             for answer in [*self.waiting, *filter(None, self.answers)]:
@@ -123,7 +123,7 @@ class Engine(threading.Thread):
         try:
             if new:
                 self.slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
-        except Exception as error:  # as above; of several, each has its chance
+        except Exception as error:  # as above; each of several has its chance
             self.slots.drop(new)
             if len(new) == 1:
                 return self._fail(list(new), error)
@@ -163,7 +163,7 @@ class SharedSlots:
         self.calls = Calls(make=self._make, admit=self._admit, drop=self._drop, advance=self._advance, idle=int)
 
     def __call__(self) -> "SharedSlots":
-        """New ones, in the place of those that there are."""
+        """New slots, which replace the present ones."""
         self.calls.lead("make")
         return self
 
@@ -179,7 +179,7 @@ class SharedSlots:
         return self.calls.lead("advance")
 
     def idle(self) -> None:
-        """Lets the others wait anew."""
+        """The others start to wait anew."""
         self.calls.lead("idle")
 
     @property

@@ -90,7 +90,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def as_chat(ready: ReadyModel, config: Generate) -> Generate:
-    """The same, with what ends an answer in a chat. A line says where it is ChatML, which the model may not know."""
+    """The same, with the stops of an answer in a chat. Says so if it is ChatML, which the model may not know."""
     if ready.is_chatml:
         note(f"{config.model}: the chat is written as ChatML")
     return replace(config, stop=ready.chat_stops(config.stop))
@@ -193,7 +193,7 @@ def append(file: Path, record: dict[str, Any]) -> None:
 def write_all(
     ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None, done: Collection[tuple[int, int]]
 ) -> None:
-    """The texts that are not done, a batch of rows after the other, in the order of the prompts."""
+    """Writes the texts that are not done, batch by batch, in the order of the prompts."""
     numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
     left = [pair for pair in numbered if pair not in done]
     # A single text is shown as it grows.

@@ -4,7 +4,7 @@
     calls = Calls(draw=slots.advance)            # the first process leads, the others follow
     burst = calls.lead("draw") if is_first() else calls.follow()
 
-What goes from process to process is JSON, so that nothing that comes is run. In a job of one process nothing is sent.
+Processes send each other JSON, so nothing that arrives can run as code. A job of one process sends nothing.
 """
 
 import json
@@ -58,13 +58,13 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 class Calls:
-    """Functions that all processes call together, with what the first one gives."""
+    """Functions that all processes call together, with the first one's arguments."""
 
     def __init__(self, **functions: Callable):
         self.functions = functions
 
     def lead(self, name: str, *arguments: Any) -> Any:
-        """The first process's call."""
+        """Calls the function on all processes; the first one calls this."""
         shared([name, *arguments])
         return self.functions[name](*arguments)
 
@@ -72,7 +72,7 @@ class Calls:
         """Repeats the first process's calls until its `end`.
 
         Args:
-          outlives: what a call may raise, since it raises it on the first process too, which goes on.
+          outlives: exceptions that a call may raise; they are raised on the first process too, which goes on.
         """
         while (call := shared()) is not None:
             name, *arguments = call
@@ -80,5 +80,5 @@ class Calls:
                 self.functions[name](*arguments)
 
     def end(self) -> None:
-        """After the first process's last call."""
+        """Ends `follow` on the others, after the last call."""
         shared(None)

@@ -22,14 +22,14 @@ from runtime.data.flat_tokens import WEIGHT, Split, absolute_path, is_weight, op
 from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
 from runtime.terminal import RunError, print_line, printable, wrapped
 
-SAMPLE_TOKENS, SAMPLE_LINES = 512, 8  # of a sequence that is printable
+SAMPLE_TOKENS, SAMPLE_LINES = 512, 8  # printed of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectDataset:
     path: str  # folder or URL of the data set
-    split: str = ""  # looks at this one alone; empty: at train and validation
-    samples: int = 2  # sequences of a split that are printable
+    split: str = ""  # the only one to look at; empty: train and validation
+    samples: int = 2  # sequences of a split to print
     verify: bool = False  # checks every token; exit status 1 if anything is wrong
 
 
@@ -47,7 +47,7 @@ def main(config: InspectDataset) -> None:
         about = f"{tokenizer.name}, ids below {tokenizer.vocab:,}, bos_id {tokenizer.bos_id:,}"
         about += ", with a chat template" if tokenizer.chat_template else ""
     print_line(f"  tokenizer: {about}")
-    # One that has no `validation` can be looked at, though no run can be trained on it.
+    # A data set without `validation` can be looked at, though no run can train on it.
     names = ["train", "validation"] if config.verify or "validation" in dataset else ["train"]
     for name in [config.split] if config.split else names:
         print_line(f"\n{name}")
@@ -55,7 +55,7 @@ def main(config: InspectDataset) -> None:
         for text, count in faults:
             print_line(wrapped(f"  {text}" + (f"; so are {count - 1:,} more" if count > 1 else "")))
             wrong += count
-        if not faults:  # else what is said of it may be wrong
+        if not faults:  # otherwise these figures may be wrong
             split = open_split(where, name, resident_bytes=0)
             print_attributes(dataset[name])
             describe(split, tokenizer, config.samples)
@@ -93,7 +93,7 @@ def describe(split: Split, tokenizer: Tokenizer | None, samples: int) -> None:
 
 
 def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start: int, stop: int) -> None:
-    """The beginning of a sequence as text, or as ids; what is no target apart from what is one."""
+    """Prints the beginning of a sequence as text, or as ids, with targets apart from the rest."""
     end = min(stop, start + SAMPLE_TOKENS)
     ids = read(split.encoded_tokens, start, end, f"encoded_tokens of {split.where}") >> np.uint32(1)
     weights = np.ones(len(ids))
@@ -114,7 +114,7 @@ def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start
 
 
 def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple[str, int]]:
-    """Reads all of a split: of what is not as the format says the first of each kind, and how many there are."""
+    """Reads all of a split. Returns the first violation of each kind, and how many there are."""
     try:
         split = open_split(where, name, resident_bytes=0)
     except RunError as error:

@@ -4,7 +4,7 @@
     python -m tools.make_dataset path=/tmp/my.zarr sequences=2048 seed=7
 
 A sequence of tasks is one task over and over, each time as a group: a marker, which says the task and its number n,
-then letters. A model that has learnt them predicts half of all tokens without a doubt.
+then letters. A model that has learnt them predicts half of all tokens with certainty.
 
 | task           | marker says      | letters of a group                                                              |
 |----------------|------------------|---------------------------------------------------------------------------------|
@@ -16,7 +16,8 @@ then letters. A model that has learnt them predicts half of all tokens without a
 
 Fresh letters of a group are different from one another and come from the sequence's alphabet, one of ALPHABETS that
 share no token. Ids: 0 is what stands before a sequence and is never written; then the markers, the alphabets, and the
-bins of the gaussians. Who knows nothing but frequencies loses 4.5 nats a token, who knows the tasks 1.2.
+bins of the gaussians. A predictor that knows only frequencies has a loss of 4.5 nats a token, one that knows the tasks
+1.2.
 """
 
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def marker(task: str, number: int) -> int:
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """In nats: the loss of the best predictor that knows nothing but how frequent each token is."""
+    """The loss, in nats, of the best predictor that knows only how frequent each token is."""
     counts = np.bincount(tokens)
     frequencies = counts[counts > 0] / len(tokens)
     return float(-(frequencies * np.log(frequencies)).sum())

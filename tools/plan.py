@@ -1,4 +1,4 @@
-"""What a step costs on a machine that is not here: FLOPs, memory, bytes sent, and how long it takes at the least.
+"""Says what a step costs on a machine you do not have: FLOPs, memory, bytes sent, and the least time it takes.
 
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 folder=runs/plan         # and ledger.html
@@ -6,10 +6,10 @@
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
     python -m tools.plan program=generate model=weights/llama hardware=h200 mesh.t=8 rows=64                # decoding
 
-Any config of training, on any mesh, or a model that decodes; nothing runs, no tensor is read, and without `compile`
-nothing is compiled. Expect an answer in two seconds of processor time, from a sweep in half a minute. `compile` takes
-minutes and requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between what is written
-and what is sent, and what runs while each collective is under way.
+It plans any config of training on any mesh, or a model that decodes. Nothing runs, no tensor is read, and without
+`compile` nothing is compiled. Expect an answer in two seconds of processor time, from a sweep in half a minute.
+`compile` takes minutes and requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between
+what is written and what is sent, and what runs while each collective is under way.
 """
 
 import os
@@ -96,8 +96,8 @@ def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fi
 
 
 def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequence[str] = ()) -> list[str]:
-    """The summary, memory by kind, times, and what they assume. fixes: what else than `contents.advice` helps if it
-    does not fit."""
+    """The summary, memory by kind, times, and what they assume. fixes: what helps if it does not fit, besides
+    `contents.advice`."""
     machine, sendings = estimate.hardware, contents.sendings(estimate)
     return [
         *contents.summary(ledger, machine.hbm_bytes, fixes),

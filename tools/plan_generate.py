@@ -24,12 +24,12 @@ FIXES = ("change the mesh, lower rows or length, or set weights to int8 or split
 class PlanGenerate(Machine):
     WORDS: ClassVar = ()
 
-    program: Literal["generate"]  # that this is planned; without it a step of training is
+    program: Literal["generate"]  # plans decoding; without it, a step of training
     model: str  # a run, a checkpoint, or a published folder
     rows: Count = 8  # texts that are written at the same time
     length: Count = 2048  # tokens of a prompt and its text
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's
-    weights: Literal["int8", "split"] | None = None  # as of generate
+    weights: Literal["int8", "split"] | None = None  # as in generate
     mesh: Mesh = field(default_factory=Mesh)
 
 

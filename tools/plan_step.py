@@ -23,7 +23,7 @@ from shardlib.spec import ShardingError
 class OwnHardware:
     """A device that ledger/machines/hardware.yaml does not know; what is left out is n/a."""
 
-    name: str  # to give as hardware=
+    name: str  # the value of hardware=
     peak_flops_per_s: float | None = None  # bfloat16, dense
     hbm_bytes: int | None = None  # its memory
     hbm_bytes_per_s: float | None = None  # to and from its memory
@@ -33,14 +33,14 @@ class OwnHardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What every plan is for."""
+    """The machine of every plan."""
 
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
     devices_per_host: Count = 8  # neighbours in the mesh's order
-    folder: str | None = None  # ledger.txt, ledger.json and ledger.html are written there; of a sweep sweep.html
-    total_tokens: float | None = None  # 1.0e12: for time and price; null: of training those of its steps
+    folder: str | None = None  # gets ledger.txt, ledger.json and ledger.html; from a sweep sweep.html
+    total_tokens: float | None = None  # 1.0e12: for time and price; null: those of the run's steps
     price: float | None = None  # of one device for an hour, in any currency
 
 

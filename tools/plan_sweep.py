@@ -1,7 +1,7 @@
 """The best meshes for a number of devices: `python -m tools.plan sweep=true`.
 
-A search over meshes, over what is kept for the backward pass, and over the microbatches that it takes to fit. All that
-it looks at has a ledger, so every figure is one that a plan of that mesh prints.
+It searches over meshes, over what is kept for the backward pass, and over the microbatches that it takes to fit. Each
+candidate gets a ledger, so its figures are those that its plan prints.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
     meshes = [start | {axis: devices // others[axis]} for axis in axes if devices % others[axis] == 0]
     starts = (filled(config, axes[index:] + axes[:index], devices) for index in range(len(axes)))
     meshes += [mesh for mesh in starts if math.prod(mesh.values()) == devices]
-    # The order of the way that each is a neighbour of, the way, and with how many microbatches to begin.
+    # For each way: the order of the way whose neighbour it is, the way, and the first number of microbatches.
     waiting: list[tuple[Order, Mesh, Keys, int]] = [
         ((False, 0.0), mesh, keys, 1) for mesh in meshes for keys in options
     ]

@@ -5,7 +5,7 @@
         ready = ready_model(config)
         (text,) = write(ready, Writing(tokens=20), [ready.ids_of("HAMLET.")], [0], lambda number, new: None)
 
-What tools that use a model share: generate, serve, score, embed, plan.
+The tools that use a model share this: generate, serve, score, embed, plan.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class OnDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class OnFewerBytes(OnDevices):
-    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
+    # The layers' weights. int8: a byte an element, which rounds them. split: over d too, and gathered for each token.
     weights: Literal["int8", "split"] | None = None
 
 
@@ -227,7 +227,7 @@ def _tokenizer(source: Source) -> tuple[Tokenizer | None, Around]:
     kind = "encoder" if source.family is None else source.family.KIND
     tokenizer = kept_tokenizer(source.folder)
     if source.config is None:
-        if tokenizer is None:  # of a run from before it was kept: its data has it
+        if tokenizer is None:  # an older run did not keep it: its data has it
             data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")
             tokenizer = data and load_dataset_tokenizer(data)
         return tokenizer, (() if tokenizer is None or kind == "encoder" else (tokenizer.bos_id,), ())
@@ -282,7 +282,7 @@ class Text:
         return self._show(text)
 
     def end(self) -> str:
-        """The rest, of a text that goes on no more."""
+        """Ends the text and returns its rest."""
         return "" if self.has_ended else self._show(self.text())
 
     def text(self, ids: Sequence[int] | None = None) -> str:

@@ -48,7 +48,7 @@ class Score(Scoring, OnDevices):
 
 # == Tasks of lm-eval-harness ==========================================================================================
 def harness_tasks(config: Score) -> Any:
-    """lm-eval-harness's tasks, in which there are those that are asked for."""
+    """lm-eval-harness's tasks. Raises RunError if those that the config names are not among them."""
     with needs_package("harness", "lm_eval", INSTALL):
         from lm_eval.tasks import TaskManager
     manager, names = TaskManager(include_path=config.include_path), (config.harness or "").split(",")
@@ -79,7 +79,7 @@ def harness_model(scorer: Scorer, calls: Calls, config: Score) -> Any:
             ]
 
     def drawing(settings: dict[str, Any]) -> dict[str, Any]:
-        """A task's generation_kwargs as keys of `Writing`; greedy, if they do not say else."""
+        """A task's generation_kwargs as keys of `Writing`; greedy unless they say otherwise."""
         for name, ours in {"until": "stop", "num_beams": "beams", **dict.fromkeys(MOST_TOKENS, "tokens")}.items():
             if name in settings:
                 settings[ours] = settings.pop(name)
@@ -151,7 +151,7 @@ def main(config: Score) -> None:
     if not config.tasks and not config.harness:
         raise RunError("there is nothing to score: name files, or harness=TASK,TASK")
     if config.harness and config.chat:
-        raise RunError("chat=true is of the questions of files; tasks of lm-eval-harness are given as they are")
+        raise RunError("chat=true is for questions in files; lm-eval-harness asks its tasks as they are")
     to, *files = (os.path.realpath(os.path.expanduser(path)) for path in (config.to or "", *config.tasks))
     if config.to and to in files:
         raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")

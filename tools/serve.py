@@ -42,7 +42,7 @@ from tools.hosts import from_first, is_first
 from tools.ready import OnFewerBytes, ReadyModel, Text, ready_model, require_writer, start_mesh
 
 PAGE = Path(__file__).parent / "chat.html"
-HEADERS = 100  # of a request, at most
+HEADERS = 100  # a request has at most
 OTHERS = 128  # connections besides those whose requests are answered or wait
 Port = Annotated[int, Interval(ge=1, lt=2**16), "a whole number from 1 to 65535"]
 Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
@@ -52,11 +52,11 @@ Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
 class Serve(OnFewerBytes):
     WORDS: ClassVar = ("model",)
 
-    host: NotEmpty = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, with an api_key best
-    port: Port = 8000  # of it
-    # That clients must send as a bearer token; null: the environment's CLEARSHARD_API_KEY, as others see arguments.
+    host: NotEmpty = "127.0.0.1"  # its address; 0.0.0.0: for other machines too, best with an api_key
+    port: Port = 8000  # its port
+    # Clients must send it as a bearer token; null: the environment's CLEARSHARD_API_KEY, since others see arguments.
     api_key: NotEmpty | None = None
-    origins: tuple[NotEmpty, ...] = ()  # of web pages elsewhere that may ask: [https://chat.example.com]
+    origins: tuple[NotEmpty, ...] = ()  # other sites whose pages may ask: [https://chat.example.com]
     rows: Rows = 8  # answers that are written at the same time
     length: Count = 2048  # tokens of a prompt and its answer, at most
     waiting: Count = 64  # answers that wait for a row, at most; more are told to come again
@@ -66,7 +66,7 @@ class Serve(OnFewerBytes):
 # == What clients ask for ==============================================================================================
 _MAX_TOKENS = pydantic.Field(validation_alias=pydantic.AliasChoices("max_tokens", "max_completion_tokens"))
 Stop = Annotated[str, MinLen(1), MaxLen(256)]
-# What a client may say because it changes nothing. null is like nothing for any key.
+# What a client may send because it changes nothing. null counts as absent for any key.
 WITHOUT_EFFECT = {
     "best_of": 1, "echo": False, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "metadata": {},
     "modalities": ["text"], "parallel_tool_calls": True, "presence_penalty": 0, "response_format": {"type": "text"},
@@ -89,7 +89,7 @@ class Request(Drawing):
     seed: Seed | None = None  # type: ignore[assignment]
     n: Count = 1  # answers for each prompt
     stop: Stop | Annotated[list[Stop], MaxLen(16)] = field(default_factory=list)
-    logprobs: pydantic.StrictBool | Literal[0] = False  # of the tokens that are drawn; 0 asks for them too
+    logprobs: pydantic.StrictBool | Literal[0] = False  # those of the drawn tokens; 0 asks for them too
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = field(default_factory=dict)
     model: str | None = None
@@ -132,8 +132,8 @@ class Api:
         await (refused or self.routed)(scope, receive, send)
 
     def refusal(self, request: Any) -> Any:
-        """Of a request that is not looked at: without the api_key, or of a web page from elsewhere, since browsers let
-        such pages ask any server of their machine."""
+        """The answer to a request that is refused unread: without the api_key, or from another site's page, since
+        browsers let such pages ask any server on their machine."""
         headers, config, scope = request.headers, self.config, request.scope
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         hosts = [config.host, "localhost", "127.0.0.1", "[::1]", *(url.split("://")[-1] for url in config.origins)]
@@ -143,7 +143,7 @@ class Api:
         if is_loopback and host not in hosts and re.sub(r":\d*$", "", host) not in hosts:
             return self.error(403, f"{host[:100]} is not this server, which listens on {config.host}")
         if origin not in (None, *config.origins) and origin.partition("://")[2] != host:
-            return self.error(403, f"pages of {origin[:100]} may not ask: they are none of origins")
+            return self.error(403, f"pages of {origin[:100]} may not ask: it is not among origins")
         token = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         key = config.api_key or ""  # an empty one is refused when the server starts
         is_open = config.api_key is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS"
@@ -227,7 +227,7 @@ class Api:
     # ---- answers
 
     async def whole(self, request: Any, reply: "Reply") -> Any:
-        """All of the answers; they are left when their client is."""
+        """All of the answers; none if the client leaves."""
         first = reply.answers[0]
 
         async def watch() -> None:
@@ -276,7 +276,7 @@ class Api:
         yield "data: [DONE]\n\n"
 
     def logprobs(self, reply: "Reply", answer: Answer, since: int) -> dict | None:
-        """Of an answer's tokens from this one on, where they are asked for."""
+        """The log probabilities of an answer's tokens from this one on, if asked for."""
         tokens = [self.ready.require_tokenizer().decode([token]) for token in answer.text.ids[since:]]
         if reply.asked.logprobs is False or not tokens:
             return None
@@ -286,13 +286,13 @@ class Api:
         return {"tokens": tokens, "token_logprobs": values}
 
     def error(self, status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
-        """Ends the connection, so that a body which was not read need not be."""
+        """An error that ends the connection, so that nobody reads the rest of the body."""
         return self.responses.JSONResponse(said_of(status, message), status, {"Connection": "close", **headers})
 
     # ---- about the server
 
     async def models(self, request: Any) -> Any:
-        """All of them, or the one that is named."""
+        """All models, or the one that is named."""
         about = {"id": self.name, "object": "model", "created": 0, "owned_by": "clearshard"}
         if (name := request.path_params.get("name", self.name)) != self.name:
             return self.unknown(name)
@@ -318,7 +318,7 @@ class Api:
 
 @dataclass(eq=False)
 class Reply:
-    """What is said to a request: its answers, in what all their parts begin with."""
+    """The reply to a request: its answers, and the head with which all parts begin."""
 
     asked: Request
     answers: list[Answer]
@@ -330,7 +330,7 @@ class Reply:
         return self.asked.messages is not None
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, int]]:
-        """What is new of the answers, as it comes: the answer's number, text, and how many tokens it had before. Raises
+        """New pieces of the answers, as they come: the answer's number, text, and how many tokens it had before. Raises
         RunError where one could not be drawn."""
         left = set(self.answers)
         try:
@@ -349,7 +349,7 @@ class Reply:
                 answer.is_left = True
 
     def usage(self) -> dict[str, int]:
-        """The tokens of all; a prompt counts once."""
+        """The tokens of all answers; a prompt counts once."""
         prompt = sum(len(answer.ids) for answer in self.answers[:: self.asked.n])
         completion = sum(len(answer.text.ids) for answer in self.answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -423,7 +423,7 @@ def main(config: Serve) -> None:
 
 
 def listener(config: Serve) -> socket.socket:
-    """Who comes before the model is there waits for it. Raises RunError."""
+    """Clients that connect before the model is ready wait for it. Raises RunError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with run_errors(f"host={config.host} port={config.port} cannot be listened on"):
         return socket.create_server((config.host, config.port), family=family)

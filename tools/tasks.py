@@ -63,16 +63,16 @@ class Document:
 
 # == Log likelihoods of texts ====
 class Scorer:
-    """Log likelihoods by a model that is ready.
+    """Log likelihoods from a model that is ready.
 
     Args:
-      rows: that are computed at the same time; as many on each device along b, two at least.
+      rows: how many are computed at once; as many on each device along b, at least two.
       length: tokens that are read at once, at most.
     """
 
     def __init__(self, ready: ReadyModel, rows: int, length: int):
         self.ready, self.length = ready, min(length, ready.length)
-        # At least two a device: of one row with one head JAX broadcasts in another way, which the check refuses.
+        # At least two a device: for one row with one head JAX broadcasts in another way, which the check refuses.
         self.rows = max(-(-rows // devices_of_rows()), 2) * devices_of_rows()
         family: Any = ready.source.family
         model = ready.source.model
@@ -193,8 +193,8 @@ def score_choices(scorer: Scorer, records: Sequence[Choices], config: Scoring) -
 
 
 def score_questions(scorer: Scorer, records: Sequence[Question], config: Scoring) -> Answers:
-    """exact_match, of texts without the spaces around them; ROUGE's F-measures (Lin 2004), without stemming. The best
-    of several right answers counts."""
+    """exact_match, spaces around the texts ignored; ROUGE's F-measures (Lin 2004), without stemming. The best of
+    several right answers counts."""
     from rouge_score.rouge_scorer import RougeScorer
 
     rouge = RougeScorer(list(ROUGE))
@@ -290,8 +290,8 @@ def check_tasks(family: Any, tasks: Sequence[tuple[str, Callable, Any]]) -> None
 class InRun:
     """Tasks of files while train_any.py trains, with its weights as they are; all processes call it together.
 
-    whole: the family's weights, of what is trained.
-    special_id: as of train_any's `mapped_steps`.
+    whole: makes the family's weights from the trained ones.
+    special_id: as in train_any's `mapped_steps`.
 
     Raises:
       RunError: a task cannot be read or its package is missing, or the run cannot be scored.

@@ -29,7 +29,7 @@ Id = Annotated[int, Interval(ge=0, le=LARGEST_ID), f"an id from 0 to {LARGEST_ID
 class HubDataset:
     path: str = ""  # in place of input: a data set's name on the Hugging Face hub, or its folder
     name: str = ""  # its configuration, where it has several
-    split: str = "train"  # of it, that is tokenized
+    split: str = "train"  # its split that is tokenized
     validation_split: str = ""  # becomes `validation`
 
 
@@ -55,8 +55,8 @@ class TokenizeText:
     # of a record (a line of jsonl, a row of parquet), where they are not text; in_text and out_text; messages; segments
     fields: tuple[str, ...] = ()
     end: str = ""  # is written after each text, answer or last segment, such as '</s>', and after what an encoder reads
-    # A field `weight` of a record, a message or a segment counts in the loss. Without this, records have none, and that
-    # of a message or a segment is 0, for what is no target, or 1.
+    # The field `weight` of a record, message or segment counts in the loss. Without this key records have none, and a
+    # message's or segment's is 0, for what is no target, or 1.
     weights: bool = False
     row_length: Steps = 0  # tokens of a row that holds whole documents, to be training.tokens.len; 0: no such rows
     read_length: Steps = 0  # of pairs, tokens of a row that an encoder reads, to be training.tokens.read_len
@@ -72,8 +72,8 @@ class TokenizeText:
     # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
     on_bad_record: Literal["fail", "skip"] = "fail"
     processes: Steps = 0  # that tokenize; 0: one for each core
-    # As training does that reads what is written: no more tokens than these beyond the number that standard input said
-    # last, a line each time. It ends when standard input does. null: to the end, whoever reads
+    # For a run that reads along: write at most so many tokens beyond the last number on standard input, where each line
+    # is one, and end when standard input ends. null: write to the end
     tokens_ahead: Steps | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class TokenizeText:
 
     @property
     def room(self) -> tuple[int, ...]:
-        """In each part of a row; none where sequences are not put into rows."""
+        """The tokens of each part of a row; empty where sequences are not put into rows."""
         return tuple(length for length in (self.read_length, self.row_length) if length)
 
     @property
@@ -188,7 +188,7 @@ def too_long(lengths: np.ndarray, config: TokenizeText) -> str:
 
 
 def encoded(documents: list[Document], source: str, tokenizer: Tokenizer, config: TokenizeText) -> Sequences:
-    """The ids of documents, which are from `source`, and the lengths of all, 0 for one without a token."""
+    """The ids of the documents, and their lengths, 0 for one without a token."""
     dtype = TARGETS[config.targets or "is_target"]
     chats = [document.chat for document in documents if document.chat]
     if chats:
@@ -301,7 +301,7 @@ def weight_of(part: dict, name: str) -> float:
 
 
 def text_ends(data: bytes, separator: bytes, size: int, *, final: bool) -> list[int]:
-    """Where the documents of a text end that begins with one. `final`: nothing follows the data, so its rest is one
+    """Where documents end in a text that begins with one. `final`: nothing follows the data, so its rest is one
     too.
 
     A document goes up to and with a separator. Without one it goes to the end of the line in which it becomes `size`

@@ -44,7 +44,7 @@ CHUNKS = "chunk_crc32c"  # attribute of an array: its chunks' checksums by file 
 OTHER_CHECKSUM = "does not have the checksum that it was written with"
 UNBOUND = "does not say which chunk belongs where, as an earlier program's: chunks that changed places are not noticed"
 METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
-MOST_CHUNK_BYTES = 2**32  # of other programs' checkpoints; ours have chunks of 32 MiB
+MOST_CHUNK_BYTES = 2**32  # in other programs' checkpoints; ours have chunks of 32 MiB
 # Something else lies where a file was, so the checkpoint is passed over. An error of the disk is no reason for that.
 NO_FILE = (FileNotFoundError, NotADirectoryError, NotPlain)
 # Decoders raise these at bytes that they cannot read.
@@ -102,7 +102,7 @@ class LazyArray(Grid):
     read: Callable[[Bounds], np.ndarray]  # the values of a chunk, as far as it lies in the array
 
     def changed(self, change: Callable[[np.ndarray, Bounds], np.ndarray], dtype: Any = None) -> "LazyArray":
-        """What `change` makes of each chunk's values and bounds, in this type; None: the array's own."""
+        """The array with `change(values, bounds)` for each chunk's values, in this type; None: the array's type."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
 
         def read(bounds: Bounds) -> np.ndarray:
@@ -118,7 +118,7 @@ class Checkpoint:
     path: str
     attributes: dict[str, Any]  # without the format's own
     arrays: dict[str, LazyArray]
-    is_bound: bool = True  # whether it says which chunk belongs where: earlier and other programs' checkpoints do not
+    is_bound: bool = True  # whether it says which chunk belongs where; those of earlier and other programs do not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Files:
             raise Damaged(path, f"{file} {OTHER_CHECKSUM}")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
             # numcodecs 0.16 decodes a file of incompressible values that was cut short to garbage.
-            size = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
+            size = int.from_bytes(content[12:16], "little")  # the whole file's size, by blosc's header
             if size != len(content):
                 raise Damaged(path, f"{file} has {len(content)} bytes and was written with {size}")
         self.memory[file] = zarr.buffer.cpu.Buffer.from_bytes(content)

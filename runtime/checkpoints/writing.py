@@ -125,7 +125,7 @@ def _metadata(
             shape=grid.shape,
             dtype=grid.dtype,
             chunks=grid.chunk,
-            compressors=zarr.codecs.Crc32cCodec(),  # a checksum alone: compression saves 7 % of float32 weights
+            compressors=zarr.codecs.Crc32cCodec(),  # only a checksum: compression saves 7 % of float32 weights
             chunk_key_encoding={"name": "default", "separator": "."},  # a leaf's chunks in one directory
             attributes={
                 form.CHUNKS: {_file(number): chunk_checksums[f"{leaf}/{_file(number)}"] for number, _ in grid.all()}

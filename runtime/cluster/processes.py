@@ -48,7 +48,7 @@ def start(config: Any) -> Mesh:
     launcher, processes = _launched(config)
     if processes is not None:
         check_num_hosts(config, processes)  # before processes wait for each other
-    if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is, in a sweep's later jobs
+    if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is started, in a sweep's later jobs
         _join(config, launcher)
     if config.num_hosts == 1:  # several hosts get JAX's own error: one may be at fault, so starting again helps
         find_devices()
@@ -75,7 +75,7 @@ def prepare_devices(config: Any) -> None:
         return
     try:
         wanted = math.prod(vars(config.mesh).values()) // config.num_hosts
-        jax.config.update("jax_num_cpu_devices", min(max(1, wanted), MOST_SIMULATED))  # of more, check_mesh says so
+        jax.config.update("jax_num_cpu_devices", min(max(1, wanted), MOST_SIMULATED))  # beyond, check_mesh refuses
     except RuntimeError:  # JAX has started (a sweep's later job): check_mesh refuses if devices are too few
         return
 
@@ -161,8 +161,8 @@ def _join(config: Any, launcher: str | None) -> None:
 
 
 def _local_devices() -> Sequence[int] | None:
-    """[]: a process that is alone on its host has all that it sees. None: JAX chooses one GPU a process, as it would in
-    any case under Slurm and Open MPI."""
+    """[]: a process that is alone on its host takes all devices that it sees. None: JAX chooses one GPU a process, as
+    it would anyway under Slurm and Open MPI."""
     tasks, nodes = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_STEP_NUM_NODES")
     here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1" if tasks == nodes else "several")
     return [] if here == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None

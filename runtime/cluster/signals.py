@@ -19,7 +19,7 @@ STOPPED = 75
 class StopSignals:
     """Takes SIGTERM and SIGINT while the context is open; does nothing outside the main thread, which alone gets them.
 
-    A signal to one of several hosts stops all after the same step, by JAX's coordination service. It keeps its own
+    A signal to one of several hosts stops all after the same step, by JAX's coordination service. The service keeps its
     handler of SIGTERM, so a second SIGTERM is not noticed there; a second SIGINT is.
     """
 

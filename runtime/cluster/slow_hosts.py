@@ -2,7 +2,7 @@
 
 All hosts' steps take equally long, since collectives wait for the last host. What differs is the time that a host takes
 to load its rows and to start a step. If that is most of a step, the host's disk, network or processor is slow. A slow
-device is not noticed, since its host is not busy; a host that stands still ends all within `processes.SILENT_S`.
+device is not noticed, since its host is not busy; a host that hangs ends all within `processes.SILENT_S`.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 TIMES_THE_MEDIAN = 1.5  # over all hosts; the smaller time of two
-SHARE_OF_STEP = 0.5  # a host has time for less than that while the devices compute the steps before
+SHARE_OF_STEP = 0.5  # a host has time for less while the devices compute the previous steps
 
 
 class SlowHosts:

@@ -90,7 +90,7 @@ def has_bfloat16() -> bool:
 
 
 def multiply_bfloat16() -> None:
-    """Lets XLA:CPU multiply bfloat16 as such, which it does only for float32 sums; else it converts both operands
+    """Lets XLA:CPU multiply bfloat16 natively, which it does only for float32 sums; else it converts both operands
     first. So products ask for float32 and round afterwards; other platforms' programs stay.
 
     A step of local_test_synthetic on eight simulated devices took 606 instead of 894 ms of processor time, and on one
@@ -111,7 +111,7 @@ def multiply_bfloat16() -> None:
             product = lax.dot_general_p.bind(x, y, **sums)
             return product.astype(jnp.bfloat16) if all_bfloat16 else product
 
-        # By JAX's own rule, which it has for platforms without one.
+        # By JAX's rule for platforms that have none.
         elsewhere = context.replace(platforms=("default",))
         return mlir.lower_fun(multiply, multiple_results=False)(elsewhere, x, y)
 

@@ -101,7 +101,7 @@ class Tracking:
     """Trackers besides metrics.jsonl and report.html, which every run has (docs/runs.md)."""
 
     to: tuple[Literal["tensorboard", "wandb", "clearml", "trackio"], ...] = ()  # what else shows the run: [wandb]
-    project: Name = "clearshard"  # where Weights & Biases, ClearML and trackio put it
+    project: Name = "clearshard"  # the project in Weights & Biases, ClearML and trackio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class RunConfig:
     paths: Paths
     num_hosts: Count = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
-    # steps from one checkpoint to the next; the last step is always saved. null: nothing is, which times a step
+    # steps from one checkpoint to the next; the last step is always saved. null: nothing is saved, to time steps
     checkpoint_interval: Count | None = 1000
     # steps from one validation loss to the next; there is always one at the end. null: there is none
     eval_interval: Count | None = 1000

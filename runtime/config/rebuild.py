@@ -58,7 +58,7 @@ def rebuild(
     """The config_class of a content, nested dicts. Raises RunError: all that is wrong with it.
 
     Sections are dataclasses, fields have the types of runtime/config/keys.py; a field `from_` is the key `from`.
-    dropped: as runtime.config.keys.DROPPED_KEYS.
+    dropped: as in runtime.config.keys.DROPPED_KEYS.
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 

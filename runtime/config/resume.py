@@ -1,7 +1,7 @@
 """What a checkpoint says about the run that saved it, and what may change when a run goes on from it.
 
 A checkpoint's attributes hold `config`, all keys of the run, and `data`, which identifies the data set. With another
-batch size or length a step's number would stand for other rows, some trained on twice and some never: such changes are
+batch size or length a step's number would mean other rows, some trained on twice and some never: such changes are
 refused. What may change (steps, learning rate, intervals, mesh, paths, threads) is logged.
 """
 

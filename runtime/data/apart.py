@@ -1,4 +1,4 @@
-"""Runs others' chat templates and tokenizers in a process of its own: one that never ends, fills the memory or aborts
+"""Runs others' chat templates and tokenizers in a separate process: one that never ends, fills the memory or aborts
 costs no more than a message.
 
     apart("render", template, messages, {"add_generation_prompt": True})     # ["<|im_start|>user…", []]
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SECONDS, BYTES = 3, 2**27  # of the processor and of memory, at most, for a call
+SECONDS, BYTES = 3, 2**27  # most processor time and memory of a call
 LOADED, LOADED_SECONDS = 2**32, 120  # for importing packages and reading the files of a tokenizer
 RENDERED, TIMES = 2**14, 16  # characters that a template may write, and how often those of the messages
 MOST_IDS = 1000  # of three characters and what stands around them
@@ -128,7 +128,7 @@ def main(number: int) -> None:
             function, *arguments = json.loads(pipe.recv_bytes())
         except EOFError:  # the other process has ended
             return
-        limit(LOADED, LOADED_SECONDS)  # also where the call before has left less; a function may allow itself less
+        limit(LOADED, LOADED_SECONDS)  # even if the previous call has left less; a function may allow itself less
         try:
             reply = "result", functions[function](*arguments)
         except MemoryError:

@@ -67,7 +67,7 @@ def token_batch(
     Args:
       tokens: as flat tokens are stored, the first read_length of each row for the encoder.
       host_rows: `rows_of_host`.
-      sharding: of each field; rows are split alike in all.
+      sharding: each field's; rows are split alike in all.
     """
 
     def place(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -99,17 +99,17 @@ class Loader:
     each position of it is a segment of its own.
 
     Epochs follow one another without a gap: a batch may hold an epoch's last rows and the next one's first. In a
-    mixture each source goes through its own epochs, and has its share of any number of rows, to within one row. A split
+    mixture each source goes through its own epochs, and has its share of any number of rows, within one row. A split
     that is still being written is read in the order in which it is stored, and waited for.
 
     Args:
       batch: rows over all hosts; with doubles_at those of the largest batch (`GrowingBatch`).
       length, read_length: tokens of a row; before these, tokens that an encoder reads.
-      mixture, growing: several sources, or a split that is still being written, in place of flat_tokens.filespec. The
+      mixture, growing: several sources, or a split that is still being written, instead of flat_tokens.filespec. The
         loader closes `growing`.
       shuffle: False gives each row once, in the order in which it is stored; what is missing in the last batch is no
         target. A mixture ends where its first source does, and each source's rows have batches of their own.
-      batches: at most so many of an unshuffled split; None: all.
+      batches: the most that an unshuffled split gives; None: all.
     Raises:
       RunError: a data set cannot be opened, does not fit the batch or the other sources, or needs too much memory.
     """
@@ -118,7 +118,7 @@ class Loader:
     bos_id: int  # the input that stands before a sequence's first token
     steps: int | None  # of all epochs; None: there is no end
     rows: int  # of an epoch, of all sources together
-    dropped_tokens: int  # of an epoch: at the ends of splits, too few for a row
+    dropped_tokens: int  # in an epoch: at the ends of splits, too few for a row
     memory_bytes: int  # of the host, at most
 
     def __init__(
@@ -240,7 +240,7 @@ class Loader:
     @property
     def identity(self) -> dict[str, Any]:
         """JSON values that tell this split from another: a checkpoint keeps them, so no run goes on with other data."""
-        if isinstance(split := self._sources[0].split, GrowingSplit):  # how many rows it will have is not known
+        if isinstance(split := self._sources[0].split, GrowingSplit):  # the number of its rows is not known yet
             return {"files": split.files, "max_token_id": self.max_token_id, "bos_id": self.bos_id}
         identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
         if len(self._sources) == 1:

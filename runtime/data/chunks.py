@@ -30,7 +30,7 @@ from runtime.files import LARGEST_BYTES, open_file
 from runtime.terminal import RunError
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-MOST_FILE_BYTES = 2**32  # of other writers' shards; ours have a quarter of 2**20
+MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
 BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of its blocks, and of the whole
 
 
@@ -128,9 +128,9 @@ def read(array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int
 
 
 def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What a store or a codec may raise where data are damaged or out of reach; and others."""
+    """What a store or a codec may raise if data are damaged or out of reach; and `others`."""
     errors: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, zlib.error, *others]
-    # Packages of object stores have errors of their own, which are none of the above.
+    # Packages of object stores have other errors, which are none of the above.
     if "botocore" in sys.modules:
         from botocore.exceptions import BotoCoreError, ClientError
 

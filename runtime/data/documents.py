@@ -158,7 +158,7 @@ def read_blocks(
     """The blocks of all files from a position on.
 
     Args:
-      whole: how much of some text, which a document begins, is documents that surely end there.
+      whole: for a text that begins with a document, how much of it is documents that surely end there.
     Raises:
       RunError: a file cannot be read.
     """
@@ -199,7 +199,7 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
 
 
 def _read_rows(file: File, row: int) -> Iterator[tuple]:
-    """Reads what comes before the row once more, and passes over it."""
+    """Reads the rows before it once more, and passes over them."""
     with needs_package(file.name, "datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -217,7 +217,7 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
 
 @contextlib.contextmanager
 def _open(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file's content, and the file as stored."""
+    """A file's content, and the stored file."""
     with fsspec.open(name, "rb") if "://" in name else open_file(name) as raw:
         if name.endswith(".zst"):
             with needs_package(name, "zstandard"):

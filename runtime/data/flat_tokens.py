@@ -26,7 +26,7 @@ from runtime.terminal import RunError
 LARGEST_ID = 2**31 - 1  # one bit of 32 tells where a sequence starts
 SYNTHETIC = "synthetic_dataset.zarr"  # in the repository, and the one that configs name
 CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, decoded in about a millisecond
-# An array that is no larger is read once and kept: small rows out of many chunks would decode each often.
+# An array up to this size is read once and kept: small rows from many chunks would decode each chunk often.
 RESIDENT_BYTES = 64 * 2**20
 # How much each token counts in the loss: a split has one of these arrays, or none, if all are targets.
 TARGETS = {"is_target": np.bool_, "weight": np.float32}
@@ -39,7 +39,7 @@ M = TypeVar("M", zarr.Array, zarr.Group)
 
 
 def is_weight(values: np.ndarray) -> np.ndarray:
-    """Which of these are weights, or booleans."""
+    """Which of these values are valid weights, or booleans."""
     return (values >= 0) & (values < np.inf)
 
 
@@ -179,7 +179,7 @@ def absolute_path(path: str | os.PathLike) -> str:
 
 
 def open_member(group: zarr.Group, name: str, kind: type[M]) -> M:
-    """A member of a group. Raises KeyError where it has none of that name and kind, and what zarr does."""
+    """A member of a group. Raises KeyError if there is none of that name and kind, and what zarr raises."""
     member = group[name]
     if not isinstance(member, kind):
         raise KeyError(name)

@@ -41,7 +41,7 @@ class GrowingSplit(Split):
       path: the data set, a folder or a URL, whose split `train` is written.
       keys: other keys of tools.tokenize_text, with their values.
       tokens_ahead: how many tokens may be written beyond those that were asked for.
-      most_tokens: how many the run will ask for, and those ahead.
+      most_tokens: how many the run will ask for, plus tokens_ahead.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GrowingSplit(Split):
         )
 
     def reach(self, tokens: int) -> bool:
-        """Waits until so many tokens are there, or the end of the data is: whether they are.
+        """Waits for so many tokens, or the end of the data. Returns whether the tokens are there.
 
         Raises:
           RunError: the text cannot be tokenized, or the split was closed.
@@ -108,7 +108,7 @@ class GrowingSplit(Split):
                 self._process.close()
 
     def _look(self) -> None:
-        """Takes over what is there by now."""
+        """Takes over the tokens that are there by now."""
         try:
             attributes: dict[str, Any] = open_group(self._path, mode="r").attrs.asdict()
         except (FileNotFoundError, zarr.errors.GroupNotFoundError):
@@ -137,7 +137,7 @@ class Tokenizing:
         self._asked = -1
 
     def ask(self, tokens: int) -> None:
-        """Lets it write so many tokens, and those that it may write ahead."""
+        """Lets the process write so many tokens, and those that it may write ahead."""
         if self._process is None:
             self._output = tempfile.TemporaryFile()
             self._process = beside.start("tools.tokenize_text", self._arguments, self._output)
@@ -148,7 +148,7 @@ class Tokenizing:
                 self._process.stdin.write(b"%d\n" % tokens)
 
     def failure(self) -> str:
-        """Why it has ended; empty while it works. When its work is done, the data set says so."""
+        """Why the process has ended; empty while it works. When its work is done, the data set says so."""
         if self._process is None or (status := self._process.poll()) is None:
             return ""
         self._output.seek(0)
@@ -157,7 +157,7 @@ class Tokenizing:
         return f"{self._where} cannot be tokenized: {reason}"
 
     def close(self) -> None:
-        """Ends it, until more is asked for. What it has recorded stays."""
+        """Ends the process until more is asked for. What it has recorded stays."""
         if self._process is not None:
             beside.end(self._process, LONGEST_WAIT_S)
             self._output.close()

@@ -115,7 +115,7 @@ def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
 
 
 class MixtureOrder:
-    """Which source each row of a mixture comes from: of the first n rows each source has its share, to within one.
+    """Which source each row of a mixture comes from: among the first n rows each source has its share, within one row.
 
         mixture = MixtureOrder([0.7, 0.3])
         mixture.at(np.array([0, 1, 2]))          # sources [0, 1, 0], of which these are the rows [0, 0, 1]
@@ -193,7 +193,7 @@ class GrowingBatch:
 
 
 class SequentialOrder:
-    """One source after another, each from a batch's first row on, so that a batch is of one source."""
+    """One source after another, each from a batch's first row on, so that a batch has one source."""
 
     def __init__(self, counts: Int64[np.ndarray, "sources"], batch: int):
         self.starts = np.concatenate([[0], np.cumsum(-(-counts // batch) * batch)])  # the last is where all end

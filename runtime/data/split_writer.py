@@ -15,7 +15,7 @@ from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import CHUNK_TOKENS, LARGEST_ID, TARGETS, WEIGHT, absolute_path, is_weight, open_member
 from runtime.terminal import RunError, run_errors
 
-CHUNKS_AT_ONCE = 8  # that are written together: 140 M tokens a second of one core, one by one half of that
+CHUNKS_AT_ONCE = 8  # are written together: 140 M tokens a second on one core, one by one half of that
 
 # zarr reads a lost chunk as the fill value. These values are impossible, so a lost chunk is found when it is read.
 _LOST_TOKENS, _LOST_STARTS = 2**32 - 1, 2**64 - 1
@@ -38,7 +38,7 @@ def write_split(
     Args:
       sequences: one-dimensional integer arrays of token ids from 0 to 2³¹ - 1; an empty one is a sequence too.
       is_target: a boolean array for each sequence, False where a token is only context; None: every token is a target.
-      weight: or a float32 array for each, the weights of its tokens in the loss, 0 where a token is only context.
+      weight: or a float32 array for each sequence, its tokens' weights in the loss, 0 where a token is only context.
       overwrite: replaces a split that is there already.
     Raises:
       RunError: the split is there already, the data set is of zarr format 2, or a sequence is not as above.

@@ -8,7 +8,7 @@
     tokenizer.encode_batch(["Hi!", ""])    # [array([73, 106, 34], dtype=uint32), array([], dtype=uint32)]
     tokenizer.decode([73, 106, 34])        # "Hi!"
 
-Ids are the tokenizer's own. No begin or end token is added: `bos_id` is the input before a sequence. A data set holds
+Ids are the tokenizer's. No begin or end token is added: `bos_id` is the input before a sequence. A data set holds
 its tokenizer as the attribute `tokenizer` and, but for bytes, the array `tokenizer_json` beside its splits.
 """
 
@@ -80,7 +80,7 @@ class Tokenizer:
 
     @cached_property
     def vocab(self) -> int:
-        """Every id is smaller, bos_id included."""
+        """Larger than every id, bos_id included."""
         if not self.json:
             return 257
         # Not its number of tokens, since the ids may have holes.
@@ -230,7 +230,7 @@ def _bos_id(name: str, backend: Any, special: dict[str, str]) -> int:
 
 @functools.lru_cache(maxsize=4)
 def tried(name: str, text: str) -> None:
-    """Builds a tokenizer in another process, since the package may abort. Raises RunError: it does, or raises."""
+    """Builds a tokenizer in another process, since the package may abort. Raises RunError: it aborts, or raises."""
     try:
         apart("build", text)
     except Unfinished as error:
@@ -361,7 +361,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, li
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
             after, _ = render(messages[: turn + 1])
-            if turn:  # what stands before the answer is what the model is given to answer to
+            if turn:  # the model answers to what stands before the answer
                 before, _ = render(messages[:turn], add_generation_prompt=True)
             else:  # few templates take an empty chat
                 before = after[: max(0, after.find((message.get("content") or "").strip()))]

@@ -36,7 +36,7 @@ CHARTS = (
 FAMILIES = {
     "grad_norm_of": ("Gradient norm of each weight", ""),
     "weight_norm_of": ("Norm of each weight", ""),
-    "update_ratio_of": ("Update of each weight, of its norm", "share"),
+    "update_ratio_of": ("Update of each weight, over its norm", "share"),
     "tokens_per_source": ("Tokens of each source", "tokens"),
     "score": ("Scores of tasks", ""),
     "validation_loss_of": ("Validation loss of each source", "nats a token"),
@@ -93,7 +93,7 @@ def _thinned(curve: Curve) -> Curve:
 
 def charts(runs: list[Recorded]) -> list[Chart]:
     """The charts that these runs have curves for. One run's weights share a chart for each norm; with several runs each
-    weight has a chart of its own, and a run the same colour everywhere."""
+    weight has its chart, and a run the same colour everywhere."""
     of_runs = [curves(run) for run in runs]
     names = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
     wanted = [(title, unit, "", [name for name in metrics if name in names]) for title, unit, metrics in CHARTS]

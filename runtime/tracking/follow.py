@@ -45,7 +45,7 @@ def send(folder: Path, to: str, is_over: IsOver) -> None:
 
 
 def _send(folder: Path, to: str, is_over: IsOver) -> bool:
-    """Sends the lines of this very file; returns whether it is over."""
+    """Sends this file's lines. Returns whether it is over."""
     mark = folder / to / "sent"
     mark.parent.mkdir(parents=True, exist_ok=True)
     sent = float(read_text(mark)) if mark.exists() else None
@@ -80,7 +80,7 @@ def tracked(folder: Path, to: str, first_step: int, is_repeated: bool) -> Tracke
 
 
 def keep_report(folder: Path, _: str, is_over: IsOver) -> None:
-    """Draws step.svg once, and writes report.html again and again. A full disk is said and tried again.
+    """Draws step.svg once, and writes report.html again and again. It reports a full disk and tries again.
 
     Raises:
       OSError, RunError: the last report, when it is over, cannot be written.

@@ -23,7 +23,7 @@ LONGEST_WAIT_S = 60.0  # at the end of a run, for all followers together
 
 
 class Followers:
-    """Only the leader starts some. What one prints is in `<run folder>/<follower>.log`.
+    """Only the leader starts followers. What one prints is in `<run folder>/<follower>.log`.
 
     Raises:
       RunError: a tracker's package is not installed.
@@ -98,7 +98,7 @@ class Followers:
 
 
 def reached(folder: Path) -> list[str]:
-    """What a run has reached, where its page is, and what can be done with it."""
+    """Lines on what a run has reached, where its page is, and what to do with it."""
     run = read_run(folder)
     steps = run.config.get("training.steps")
     last = {name: value for line in run.lines for name, value in line.items() if value is not None}

@@ -18,7 +18,7 @@ from runtime.files import read_text
 from runtime.terminal import print_error
 
 if TYPE_CHECKING:
-    import graphviz  # imported where it is used, since a run can do without
+    import graphviz  # imported where it is used, since a run works without it
 
 COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
@@ -108,7 +108,7 @@ class _Graph:
         return f"{title}, {self._place(instruction)}".removesuffix(", ")
 
     def _described(self, instruction: Instruction) -> tuple[str, str, str] | None:
-        """Its kind, its title and its source line; None of what is not drawn."""
+        """An instruction's kind, title and source line; None if it is not drawn."""
         if instruction.is_done or instruction.opcode in FRAMES:
             return None
         opcodes = {inner.opcode for inner in self.module.inner(instruction)}
@@ -126,7 +126,7 @@ class _Graph:
         return kind, title, self._place(instruction)
 
     def _place(self, instruction: Instruction) -> str:
-        """Its source line, and which pass of the step it belongs to by the name stack that JAX writes."""
+        """An instruction's source line, and its pass of the step, by the name stack that JAX writes."""
         source, op_name = self.module.metadata(instruction)
         if "rematted_computation" in op_name:
             return f"{source} recomputed"
@@ -155,7 +155,7 @@ class _Graph:
         return makers
 
     def _behind(self, computation: Computation, instruction: Instruction, index: int | None) -> list[Value]:
-        """The values that one which is not drawn is made of (of a tuple: its item `index`, or all)."""
+        """The values that an instruction which is not drawn is made of (of a tuple: its item `index`, or all)."""
         opcode, operands = instruction.opcode, instruction.operands
         if opcode in FRAMES:
             framed = self._framed(instruction)[: 1 if opcode == "while" else None]  # a loop's result is its body's

@@ -25,8 +25,8 @@ from runtime.tracking.recorded import damage, flattened, record_of
 
 
 def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str, Any]:
-    """Each number of a step's metrics, read from the device. names: of the elements of vectors like 'grad_norm_of', as
-    in 'grad_norm_of/embed'; those of other vectors have numbers, 'load/0'."""
+    """Each number of a step's metrics, read from the device. names: the elements of vectors like 'grad_norm_of', as in
+    'grad_norm_of/embed'; elements of other vectors have numbers, 'load/0'."""
     fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
     values: dict[str, Any] = {}
     for name in metrics:
@@ -50,8 +50,8 @@ class Tracker:
                         tracker.log_validation(step, validation_loss(state))
 
     docs/runs.md says what each number is. Floats have all their digits, so losses can be compared bit for bit; "NaN",
-    "Infinity" and "-Infinity" are strings, since JSON has no such numbers. Timings are means a step since the line
-    before; a process's first line has none, since its step is mostly compilation.
+    "Infinity" and "-Infinity" are strings, since JSON has no such numbers. Timings are means a step since the previous
+    line; a process's first line has none, since its step is mostly compilation.
 
     Nothing about the file stops a run: damaged lines are named and set aside, and lines wait while a disk is full.
     """
@@ -158,7 +158,7 @@ class Tracker:
         print_line(wrapped(f"step {step}/{self.total_steps}: validation loss {loss:.4f}{''.join(texts)}"))
 
     def log_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Writes and prints what tasks say of the model after `step` updates."""
+        """Writes and prints the model's scores after `step` updates."""
         if self.is_leader:
             self._write(step, dict(scores))
             texts = [f"{name.removeprefix('score/')} {value:.4f}" for name, value in scores.items()]
@@ -218,7 +218,7 @@ class Tracker:
             self._is_failing = True
 
     def _of_loss(self, loss: float) -> dict[str, float | None]:
-        """Other forms of a mean loss in nats a token."""
+        """Other measures of a mean loss in nats a token."""
         nats_per_byte = None if self.bytes_per_token is None else loss / self.bytes_per_token
         return {
             "perplexity": math.exp(loss) if not loss > 700 else math.inf,  # beyond, float64 ends

@@ -65,7 +65,7 @@ def tensorboard(run: Tracked) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def wandb(run: Tracked) -> Iterator[Log]:
-    """Weights & Biases. Steps are a metric of their own: its count cannot go back to where a resumed run begins."""
+    """Weights & Biases. Steps are a metric: its own count cannot go back to where a resumed run begins."""
     import wandb
 
     with wandb.init(
@@ -84,7 +84,7 @@ def wandb(run: Tracked) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def clearml(run: Tracked) -> Iterator[Log]:
-    """ClearML. Offline, each start leaves a session of its own, a zip file."""
+    """ClearML. Offline, each start leaves a session, a zip file."""
     offline = os.environ.get("CLEARML_OFFLINE_MODE", "0").lower() not in ("0", "false")
     if offline:
         os.environ["CLEARML_CACHE_DIR"] = str(run.folder)

@@ -79,7 +79,7 @@ def test_what_is_wrong_is_named_last_with_status_1(run, tmp_path):
     text = words(text)
     assert "ok all-reduce d" in text and "all-reduce t" not in text
     assert f"WRONG data the data set {tmp_path}/c4.zarr does not exist: set flat_tokens.filespec to " in text
-    assert "fix: as it says; docs/data.md has how to write a data set from your own text" in text
+    assert "fix: as it says; docs/data.md says how to write a data set from your text" in text
     assert "WRONG store" in text and f'fix: mkdir -p "{tmp_path}/file"' in text
 
 

@@ -281,7 +281,7 @@ def test_a_task_that_is_wrong_is_refused(said, tmp_path, content, message):
 @pytest.mark.parametrize("arguments, message", [
     ([], "there is nothing to score: name files, or harness=TASK,TASK"),
     (["nowhere.txt"], "the task nowhere.txt cannot be read: "),
-    (["harness=arc_easy", "chat=true"], "chat=true is of the questions of files"),
+    (["harness=arc_easy", "chat=true"], "chat=true is for questions in files"),
     ([ROOT / "LICENSE"], "golden/llama has no tokenizer, which texts need"),
     ([ROOT / "LICENSE", "to=/nowhere/x"], "to=/nowhere/x cannot be written: "),
     ([ROOT / "LICENSE", f"to={ROOT}/LICENSE"], "LICENSE is one of the tasks, and would be lost: give another file"),

@@ -332,7 +332,7 @@ def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
 WRONG = {
     "model.vocab=256": "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 257",
     "hf_dataset.tokenizer=null": "hf_dataset.tokenizer = null: expected bytes_utf8, a tokenizer.json, or the name of",
-    "validation_batches=null": "validation_batches = null: of hf_dataset.path so many batches are tokenized for",
+    "validation_batches=null": "validation_batches = null: so many batches of hf_dataset.path are tokenized for",
     "flat_tokens.sequence_packing=false": "flat_tokens.sequence_packing = false: hf_dataset.path is always packed",
     "hf_dataset.text_field=body": "train-0.jsonl:1: no field 'body'; it has 'text', 'other': mend it, or set",
 }
