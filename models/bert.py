@@ -21,7 +21,7 @@ import numpy as np
 from models import layers
 from models.config import BERT, ConfigJson, Key, Kind, Sizes
 from models.dropout import mixed, random_bits
-from models.layers import Mask, WeightedBatch, act, enter
+from models.layers import Mask, WeightedBatch, act, gather_residual
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
@@ -134,7 +134,7 @@ def layer(
 @typed
 def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The input of the unembedding. 2M/t bytes a token are gathered over t."""
-    y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', enter(x, M), ends.w_predict)
+    y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', gather_residual(x, M), ends.w_predict)
     y: act['B/b L/c M'] = shardops.all_gather('B/b L/c M2/t -> B/b L/c M2', y)
     y = y + ends.b_predict[None, None]
     return layers.norm(jax.nn.gelu(y, approximate=False), ends.predict_norm, model.norm_eps)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_extra import save_for_backward
-from models.layers import act, leave
+from models.layers import act, reduce_residual
 from models.mesh import devices_along
 from shardlib import shardops
 from shardlib.products import Adapted, Quantized, product
@@ -191,7 +191,7 @@ def mixture(model, x, router, experts: tuple, M: str):
     """The result of a layer's experts, laid out like the residual, and what its router did."""
     choices, routing = route(model, x, router)
     if model.capacity is None:
-        return leave(experts_without_loss(model, x, choices, experts), M), routing
+        return reduce_residual(experts_without_loss(model, x, choices, experts), M), routing
     y, dropped = experts_with_capacity(model, x, choices, experts)
     y = shardops.all_gather('B/b L/c M/t -> B/b L/c M', y) if M == 'M' else y
     return y, replace(routing, dropped=dropped)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_extra import save_for_backward
 from models import layers
 from models.config import GPT, ConfigJson, DecoderSizes, Key, Kind
-from models.layers import act, enter, leave
+from models.layers import act, gather_residual, reduce_residual
 from models.weights import Table, bias, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib.shardtypes import i32
@@ -79,7 +79,7 @@ def layer(
 ) -> tuple[jax.Array, Any, None]:
     """One layer; x lies as 'B/b L/c' with M. Both halves read one norm, and what they add is summed over t once."""
     x: act[f'B/b L/c {M}'] = x
-    gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
+    gathered = save_for_backward(gather_residual(x, M))  # 2M bytes a token, in the place of the input's 2M/t
     normed = layers.norm(gathered, w.ln, model.norm_eps)
     with jax.named_scope('attention'):
         q, k, v = layers.projected(model, normed, w)
@@ -87,7 +87,7 @@ def layer(
         of_attention = layers.joined(o, w)
     with jax.named_scope('ffn'):
         of_ffn = layers.feed_forward(normed, w, jax.nn.gelu)
-    return x + layers.behind(model, leave(of_attention + of_ffn, M), w.b_down, None, M), kept, None
+    return x + layers.behind(model, reduce_residual(of_attention + of_ffn, M), w.b_down, None, M), kept, None
 
 
 # == config.json =======================================================================================================

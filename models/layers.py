@@ -42,12 +42,12 @@ from train import act
 
 
 # == How the residual lies =============================================================================================
-def enter(x, M: str):
+def gather_residual(x, M: str):
     """The residual, 'B/b L/c M/t' or 'B/b L/c M' by M, whole on each device along t."""
     return x if M == 'M' else shardops.all_gather('B/b L/c M/t -> B/b L/c M', x)
 
 
-def leave(y, M: str):
+def reduce_residual(y, M: str):
     """The sum over t of what the devices computed, laid out like the residual."""
     if M == 'M':
         return shardops.psum('B/b L/c M +t -> B/b L/c M', y)
@@ -204,11 +204,11 @@ def attention_half(
     """
     x: act[f'B/b L/c {M}'] = x
     with jax.named_scope('attention'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
+        gathered = save_for_backward(gather_residual(x, M))  # 2M bytes a token, in the place of the input's 2M/t
         normed = gathered if norms[0] is None else norm(gathered, norms[0], model.norm_eps)
         q, k, v = projected(model, normed, w)
         o, kept = attend(turns[0](q), turns[1](k)[:, :, 0], v)
-        return behind(model, leave(joined(o, w), M), there(w, 'b_o'), norms[1], M), kept
+        return behind(model, reduce_residual(joined(o, w), M), there(w, 'b_o'), norms[1], M), kept
 
 
 @typed
@@ -242,9 +242,9 @@ def joined(o: act['B/b L/c Q K/t D'], w: Any) -> act['B/b L/c M +t']:
 def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, norms: Norms, M: str) -> jax.Array:
     """What a feed-forward network adds to x, which lies as 'B/b L/c' with M."""
     with jax.named_scope('ffn'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
+        gathered = save_for_backward(gather_residual(x, M))  # 2M bytes a token, spares w_o's product, its sum, gather
         normed = gathered if norms[0] is None else norm(gathered, norms[0], model.norm_eps)
-        return behind(model, leave(feed_forward(normed, w, activation), M), there(w, 'b_down'), norms[1], M)
+        return behind(model, reduce_residual(feed_forward(normed, w, activation), M), there(w, 'b_down'), norms[1], M)
 
 
 def behind(model: Any, y: jax.Array, bias: jax.Array | None, scale: jax.Array | None, M: str) -> jax.Array:
@@ -340,7 +340,7 @@ def rows_of_tokens(table, tokens, M: str):
     def rows(table: act['V/t M'], tokens: u32['B/b L/c']) -> act['B/b L/c M +t']:
         return shardops.index_unreduced('[V/t] M, B/b L/c -> B/b L/c M +t', table, tokens)
 
-    return leave(rows(table, tokens), M)
+    return reduce_residual(rows(table, tokens), M)
 
 
 @typed
@@ -359,7 +359,7 @@ def embed(model: Any, ends: Any, tokens: u32['B/b L/c'], position: Any, M: str) 
 @typed
 def final(model: Any, ends: Any, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The input of the unembedding, from the last layer's result."""
-    return norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
+    return norm(gather_residual(x, M), ends.final_layer_norm, model.norm_eps)
 
 
 def learned_positions(model: Any) -> int | None:
@@ -422,7 +422,8 @@ def through(family, model, x, stack, in_use: Callable, segment, position, how: O
 def ended(family, model, ends, x):
     """act['B/b L/c M'], the input of the logits, from the last layer's result: keeps that gathered, 2M bytes a token,
     and not the norm's float32 values."""
-    return explicit_activation_checkpointing(functools.partial(family.final, model, M='M'))(ends, enter(x, 'M/t'))
+    head = functools.partial(family.final, model, M='M')
+    return explicit_activation_checkpointing(head)(ends, gather_residual(x, 'M/t'))
 
 
 # == Loss ==============================================================================================================

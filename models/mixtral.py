@@ -13,7 +13,7 @@ import jax
 from jax_extra import save_for_backward
 from models import experts, layers, llama
 from models.config import LLAMA, QWEN_WINDOW, ConfigJson, Key, Keys, Kind
-from models.layers import enter, leave
+from models.layers import gather_residual, reduce_residual
 from models.weights import Table, exact, matrix
 from runtime.config.keys import Count, Positive, Steps
 from shardlib.shardtypes import i32
@@ -79,10 +79,10 @@ def layer(
     y, kept = layers.attention_half(model, x, w, attend, layers.rotations(model, position), of_attention, M)
     x = x + y
     with jax.named_scope('ffn'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
+        gathered = save_for_backward(gather_residual(x, M))  # 2M bytes a token, spares w_o's product, its sum, gather
         normed = gathered if before is None else layers.norm(gathered, before, model.norm_eps)
         y, routing = experts.mixture(model, normed, w.router, (w.expert_gate, w.expert_up, w.expert_down), M)
-        y = y if w.w_gate is None else y + leave(layers.feed_forward(normed, w, jax.nn.silu), M)
+        y = y if w.w_gate is None else y + reduce_residual(layers.feed_forward(normed, w, jax.nn.silu), M)
         return x + layers.behind(model, y, None, after, M), kept, routing
 
 

@@ -106,7 +106,7 @@ def embedded(family, model, weights, rows: ReadRows, pool: Pool) -> f32['B/b M']
         x = shardops.all_gather('B/b S/c M -> B/b S M', x)
     else:
         x = through(family, model, weights, ends, rows)
-        x = layers.enter(x, 'M/t') if family.KIND == 'encoder' else family.final(model, ends, x, 'M/t')
+        x = layers.gather_residual(x, 'M/t') if family.KIND == 'encoder' else family.final(model, ends, x, 'M/t')
         x = shardops.all_gather('B/b L/c M -> B/b L M', x)
     is_there = (rows.segment > 0).astype(jnp.float32)
     if pool != 'mean':

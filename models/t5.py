@@ -23,7 +23,7 @@ from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
 from models.config import ConfigJson, Fields, Key, Keys, Kind, Sizes
 from models.context import ALONE, attention_where, deal_heads
-from models.layers import WeightedBatch, act, enter, leave
+from models.layers import WeightedBatch, act, gather_residual, reduce_residual
 from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
@@ -182,12 +182,12 @@ def layer(
 
     if cross is not None:
         with jax.named_scope('cross'):
-            gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, sum, gather
+            gathered = save_for_backward(gather_residual(x, M))  # 2M bytes a token, spares w_o's product, sum, gather
             normed = layers.norm(gathered, w.ln_cross, model.norm_eps)
             q = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.cross_q)
             q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with cross_q
             o = cross(q[:, :, None], functools.partial(project, w))
-            x = x + leave(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.cross_o), M)
+            x = x + reduce_residual(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.cross_o), M)
 
     activation = jax.nn.relu if w.w_gate is None else jax.nn.gelu
     return x + layers.feed_forward_half(model, x, w, activation, (w.ln2, None), M), kept, None
@@ -197,13 +197,13 @@ def layer(
 def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The input of the unembedding."""
     scale = ends.decoder_norm * model.d_model**-0.5 if model.tied else ends.decoder_norm
-    return layers.norm(enter(x, M), scale, model.norm_eps)
+    return layers.norm(gather_residual(x, M), scale, model.norm_eps)
 
 
 @typed
 def encoder_end(model: Model, ends: Ends, x: act['B/b L/c M/t']) -> act['B/b L/c M']:
     """The encoder's results, from its last layer's."""
-    return layers.norm(enter(x, 'M/t'), ends.encoder_norm, model.norm_eps)
+    return layers.norm(gather_residual(x, 'M/t'), ends.encoder_norm, model.norm_eps)
 
 
 def _stack(model, name, weights, x, attend, cross, low, how: layers.Options):
@@ -272,7 +272,8 @@ def hidden(model, weights, read, read_segment, inputs, segment, *, ends=None, ho
         x = embed(model, ends, ALONE.part(inputs), None, 'M/t')
     x = _stack(model, 'decoder', weights, x, attend, cross, how.low and how.low[1], how)
     with jax.named_scope('final_norm'):
-        return explicit_activation_checkpointing(functools.partial(final, model, M='M'))(ends, enter(x, 'M/t'))
+        head = functools.partial(final, model, M='M')
+        return explicit_activation_checkpointing(head)(ends, gather_residual(x, 'M/t'))
 
 
 # == config.json =======================================================================================================
