@@ -224,7 +224,8 @@ SCALINGS = {
 
 
 def base_and_scaling(config: Fields, rope: dict[str, Any], kinds: Any) -> tuple[float, RopeScaling | None]:
-    """From rope_parameters, as transformers 5 writes them, or rope_scaling, as earlier releases did."""
+    """The base and the scaling, from rope_parameters as transformers 5 writes them, or rope_scaling as earlier releases
+    did."""
     rope = {'rope_type': rope.get('type', 'default'), **rope}
     inner = Fields(rope, config.where)
     kind = inner.take('rope_type')
@@ -270,7 +271,7 @@ def heads_of(model: Any) -> int:
 
 
 def head_size(config: Fields, before: dict[str, Any]) -> int:
-    """For a config.json that does not say it."""
+    """The size of a head, where config.json does not say it."""
     return before['d_model'] // (before['n_kv'] * before.get('n_q_per_kv', 1))
 
 

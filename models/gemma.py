@@ -156,7 +156,7 @@ def ropes_to(model: Model) -> dict[str, Any]:
 
 
 def activation_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
-    """Only checked: the first releases of Gemma 1 say gelu and mean its approximation."""
+    """Checks the activation: the first releases of Gemma 1 say gelu and mean its approximation."""
     old = ['gelu'] if config.content['model_type'] == 'gemma' else []
     for key in ('hidden_act', 'hidden_activation'):
         if config.take(key, None) not in (None, 'gelu_pytorch_tanh', *old):

@@ -124,7 +124,7 @@ def activation(default: str) -> Keys:
 
 
 def projection_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
-    """Checked alone: OPT 350M has embeddings of another size."""
+    """Refuses OPT 350M, whose embeddings have another size."""
     if config.take('word_embed_proj_dim', None) not in (None, before['d_model']):
         config.refuse('word_embed_proj_dim', f'expected {before["d_model"]}, as hidden_size')
     return {}

@@ -103,7 +103,7 @@ class Row:
 
 
 def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], Row]]:
-    """For each weight its published tensors, by their index in its first dims: one dim for each `{}`, and one more if
+    """The published tensors of each weight, by their index in its first dims: one dim for each `{}`, and one more if
     the weight is a stack of several tensors."""
     shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
     shapes = {names[0]: leaf.shape for names, leaf in named_leaves(shapes)}

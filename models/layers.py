@@ -150,7 +150,7 @@ def rotations(model: Any, position: jax.Array, frequency: jax.Array | None = Non
 
 
 def without_rotations(model: Any) -> Turns:
-    """For a model whose positions are learned."""
+    """No rotations, in a model whose positions are learned."""
     return (lambda q: q * model.d_head**-0.5), (lambda k: k)
 
 

@@ -235,7 +235,7 @@ def encode(model, weights, read, segment, *, ends=None, how: layers.Options = la
 
 @typed
 def memory(weights: Weights, encoded: act['B/b S/c M']) -> act['layers 2 B/b S K/t D']:
-    """For decoding: the keys and values of all layers of the decoder."""
+    """The keys and values of all layers of the decoder, for decoding."""
 
     def of_layer(_, w):
         both = jnp.stack(project(gather_layer(w), encoded))

@@ -1,4 +1,4 @@
-"""How fast a training step is, on whatever devices there are: a JSON line for each job, and a table.
+"""Measures how fast a training step is, on whatever devices there are: a JSON line for each job, and a table.
 
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b]                  # on the devices at hand

@@ -90,7 +90,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def as_chat(ready: ReadyModel, config: Generate) -> Generate:
-    """The same, with the stops of an answer in a chat. Says so if it is ChatML, which the model may not know."""
+    """The config, with the stops of an answer in a chat. Says so if it is ChatML, which the model may not know."""
     if ready.is_chatml:
         note(f"{config.model}: the chat is written as ChatML")
     return replace(config, stop=ready.chat_stops(config.stop))

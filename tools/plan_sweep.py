@@ -205,7 +205,7 @@ def choose(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys, coun
 
 
 def halved(count: int) -> Iterator[int]:
-    """It, its half, and so on to 1."""
+    """A number, its half, and so on to 1."""
     while count:
         yield count
         count //= 2

@@ -1,4 +1,4 @@
-"""From a block of text to token ids: what a process of tools.tokenize_text does, again and again."""
+"""Turns a block of text into token ids, as the processes of tools.tokenize_text do again and again."""
 
 import collections
 import dataclasses
