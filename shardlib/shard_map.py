@@ -74,7 +74,13 @@ class typed_shard_map:
         axes = dict(mesh.shape)
         with Scope():
             for name, type_, value in zip(names, types, values):
-                check_tree(type_, value, what=f"argument {name} of {self.name}", whole_on=axes)
+                what = f"argument {name} of {self.name}"
+                check_tree(type_, value, what=what, whole_on=axes)
+                if len(jax.tree.leaves(map_type(lambda array: array.spec, type_))) != len(jax.tree.leaves(value)):
+                    raise ShardingError(
+                        f"{what} stands for a matrix with several arrays, and its type says how one lies\n  fix: pass "
+                        f"the arrays, and make the products.Adapted or Quantized inside\n  at {users_line()}"
+                    )
         with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
             for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type)):
                 spec.partition_spec, spec.require_mesh_order(axes)

@@ -969,7 +969,7 @@ def each(axis: str, function, *trees):
         y = each('p', stage, w, x)      # f32['p/p M F/t'], f32['p/p B/d M']; inside of stage f32['M F/t'], f32['B/d M']
 
     The values' first dim, 'p/p', is not there inside, and the results get it. What the function takes from around it
-    is the same along the axis. Sends nothing over it.
+    is the same along the axis, or one device's own. Sends nothing over it.
 
     Raises:
       ShardingError: for a value whose first dim does not count the axis' devices; in the check, for a result that is

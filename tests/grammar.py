@@ -513,10 +513,12 @@ def redistribute(a):
 
 def contract(a):
     v = a.value()
-    shared, new = [dim for dim in v.dims if not a.chance(3)], a.dim(letters(v.dims), v.free)
+    # Now and then the new dim is split over an axis that splits another one: each device has but one pair of parts.
+    shared, new = [dim for dim in v.dims if not a.chance(3)], a.dim(letters(v.dims), AXES if a.chance(8) else v.free)
     w = a.parameter([*shared, new])
-    summed = [dim for dim in shared if a.chance(2)]
-    dims, pending = [dim for dim in (*v.dims, new) if dim not in summed], v.pending + "".join(a for _, a in summed)
+    summed = [dim for dim in shared if a.chance(2)] + [new] * a.chance(8)
+    dims = [dim for dim in (*v.dims, new) if dim not in summed]
+    pending = "".join(sorted({*v.pending, *(axis for _, axes in summed for axis in axes)}))
     a.put(f"shardops.einsum_unreduced('{v}, {w} -> {spec(dims, pending)}', {v.name}, {w.name})", dims, pending)
 
 

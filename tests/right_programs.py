@@ -178,6 +178,8 @@ B/d M | jnp.where(x > jnp.median(x, axis=1, keepdims=True), x, 0.0)
 B/d M | x[jnp.arange(x.shape[0])]
 L/d M -> Z/d M | x.reshape(-1, 2, 64)[:, 0]
 B/d M | jax.random.permutation(jax.random.key(0), x, axis=1)
+B/d L 2 -> B/d L | lax.bitcast_convert_type(x.astype(jnp.float16), jnp.float32)
+M -> M | x + jax.vmap(lambda n: jax.random.uniform(jax.random.key(n, impl='rbg')))(jnp.arange(64))
 M/d | x + shardops.slice('M -> M/d', jax.random.normal(jax.random.key(0), (64,)))
 M/d | jnp.interp(x, jnp.arange(64.0), jnp.arange(64.0) ** 2)
 L M -> L | jax.vmap(lambda r: jnp.sum(r) - lax.pmean(jnp.sum(r), 'i'), axis_name='i')(x)

@@ -640,6 +640,10 @@ B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', forgotten(x) * at('t', jnp.float
 B/d M/t -> B/d | lax.scan(lambda c, _: (shardops.psum('B/d +t -> B/d', c), None), forgotten(x), None, length=2)[0]
     | a carry or a branch is pending over t on one path and not on the other
 # Keys, rows and places that differ from device to device
+M | x + lax.rng_uniform(0.0, 1.0, x.shape) | 'rng_uniform' draws other numbers on each device
+i32 B/d -> B/d | jax.vmap(lambda n: jax.random.uniform(jax.random.key(n, impl='rbg')))(x)
+    | draws with the first key alone along a dim that is split over d
+B/d M | jnp.reshape(x, (shardops.axis_size('d'), -1)) | a number of devices is given to a function
 M | x * jax.random.uniform(jax.random.fold_in(jax.random.key(0), at('d')), x.shape)
     | 'M' says the same along d, but the value differs along d
 M | x[at('d')] * jnp.ones_like(x) | 'M' says the same along d, but the value differs along d

@@ -17,6 +17,7 @@ from prove import says
 import jax_extra
 from shardlib import shardops, shardtypes
 from shardlib.mesh import current_mesh, make_mesh
+from shardlib.products import Adapted
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import (
     Array,
@@ -266,6 +267,7 @@ CALLS = [
     (no_result, (W,), "typed_shard_map needs a return annotation on no_result"),
     (no_argument, (W,), "typed_shard_map needs an annotation on argument x of no_argument"),
     (many, (W,), "typed_shard_map needs named arguments, many takes *x"),
+    (("M", "x"), (Adapted(W, X, X, 1.0),), "argument x of program stands for a matrix with several arrays"),
     (
         ("M/x", "x"),
         (W,),

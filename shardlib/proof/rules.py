@@ -257,6 +257,7 @@ _FIXES = {
     "where the whole is meant": ["reshapes", "makes a minor dim of", "merges into the one before it"],
     "all_gather it first, or call it through shardops.local, with a declared type": ["does what is not known here to"],
     "call it through shardops.local, with each device's own group sizes": ["goes through the groups of"],
+    "jax.random.key(seed, impl='threefry2x32')": ["draws with the first key alone along"],
 }
 _FIX = {does: fix for fix, all_of_it in _FIXES.items() for does in all_of_it}
 _SUMS = {("reduce_sum", "reduces"), ("dot_general", "contracts")}
@@ -318,6 +319,12 @@ def _along(key: str):
             yield operand, [dim for dim in dims if dim < len(row)], "runs along"
 
     return rule
+
+
+def _drawn(equation) -> Whole:
+    """Of a batch of keys only threefry uses all."""
+    if str(equation.eqn.invars[0].aval.dtype) != "key<fry>":
+        yield 0, range(len(equation.rows[0])), "draws with the first key alone along"
 
 
 def _contracted(equation) -> Whole:
@@ -471,6 +478,7 @@ _FACTORIZATIONS = "cholesky qr lu eigh eig svd householder_product".split()
 ALONG = {
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
+    **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "rng_bit_generator"), _drawn),
     "sort": _along("dimension"),
     "rev": _along("dimensions"),
     "dot_general": _contracted,
@@ -535,4 +543,4 @@ def _moved(equation: Equation, operand: int, dim: int, after: tuple) -> int | No
         return None if dim in gone else dim - sum(other < dim for other in gone)
     if name == "reshape":
         return dim if before[:dim] == after[:dim] and after[dim : dim + 1] == (1,) else None
-    return dim if name in ELEMENTWISE or name in _IN_PLACE else None
+    return dim if (name in ELEMENTWISE or name in _IN_PLACE) and dim < len(after) else None  # a bitcast may join one

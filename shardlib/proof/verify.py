@@ -42,7 +42,7 @@ _MEANT = (
     ),
     ("rule.* for 'shardlib_mark'", GRAD),
     (
-        r"proof.parts.Count|Cannot determine dtype of \d",
+        r"proof.parts.Count|\bCount\(|Cannot determine dtype of \d",
         "a number of devices is given to a function: x / shardops.axis_size('d') is written with /, a plain number is "
         "int(shardops.axis_size('d'))",
     ),

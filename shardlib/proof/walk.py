@@ -127,6 +127,8 @@ class Walk:
                     raise ShardingError(f"the function of '{name}' depends on how many devices there are")
         elif not eqn.outvars and name.startswith("debug_"):  # jax.debug.print
             return []
+        elif name == "rng_uniform":
+            raise ShardingError(f"'{name}' draws other numbers on each device\n  fix: jax.random, with the same key")
         elif inner or name in _NOT_SEEN or "callback" in name:
             raise ShardingError(
                 f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"
