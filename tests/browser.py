@@ -37,7 +37,7 @@ class Browser:
     def call(self, method, path, body=None):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.session + path, data, method=method)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)["value"]
 
     def open(self, url):
@@ -47,7 +47,7 @@ class Browser:
         """What a function with this body returns in the page."""
         return self.call("POST", "/execute/sync", {"script": text, "args": list(arguments)})
 
-    def wait_for(self, text, seconds=60):
+    def wait_for(self, text, seconds=600):
         """The first result of such a function that is true."""
         end = time.monotonic() + seconds
         while not (result := self.script(text)):

@@ -117,7 +117,7 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def wait_until(is_so, *, limit_s: float = 300) -> None:
+def wait_until(is_so, *, limit_s: float = 1200) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end, f"not within {limit_s} s"

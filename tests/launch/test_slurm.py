@@ -68,10 +68,10 @@ def slurm(tmp_path_factory):
     started = []
     try:
         for name, command in (("munge", munged), ("slurmctld", ["slurmctld"]), ("slurmd", ["slurmd"])):
-            subprocess.run(command, env=env, check=True, timeout=60)
-            hosts.wait_until((folder / f"{name}.pid").exists, limit_s=60)
+            subprocess.run(command, env=env, check=True, timeout=600)
+            hosts.wait_until((folder / f"{name}.pid").exists, limit_s=600)
             started.append(int((folder / f"{name}.pid").read_text()))
-        hosts.wait_until(lambda: ask(env, "sinfo", "-h", "-o", "%T") == "idle", limit_s=60)
+        hosts.wait_until(lambda: ask(env, "sinfo", "-h", "-o", "%T") == "idle", limit_s=600)
         yield env
     finally:
         subprocess.run(["scancel", "--user=root"], env=env)
@@ -80,7 +80,7 @@ def slurm(tmp_path_factory):
 
 
 def ask(env, *command):
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600).stdout.strip()
 
 
 @pytest.fixture(scope="module")

@@ -203,7 +203,7 @@ def test_signals_while_the_process_is_busy(state, signals, status, said):
         assert process.stderr.readline().startswith(said)
         for number in signals[1:]:
             process.send_signal(number)
-        assert process.wait(120) == status
+        assert process.wait(600) == status
     finally:
         process.kill()
         process.communicate()

@@ -47,14 +47,14 @@ class Server:
         raise AssertionError("the server does not answer")
 
     def get(self, path):
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=600) as answer:
             return answer.read().decode()
 
     def post(self, path, body):
         """The status and what is said."""
         request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=600) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as refused:
             return refused.code, json.load(refused)
@@ -67,7 +67,7 @@ class Server:
 
     def idle(self):
         """What it has counted, when no row is in use and nobody waits."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while (metrics := self.metrics())["rows_in_use"] or metrics["waiting"]:
             assert time.monotonic() < end, metrics
             time.sleep(0.1)
@@ -76,7 +76,7 @@ class Server:
     def stop(self):
         self.client.close()
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) in (0, -signal.SIGTERM)
+        assert self.process.wait(600) in (0, -signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ async def load(server, expected, clients, seconds):
                 await asyncio.sleep(0.1)
 
     # It gives up after 5 s if nothing else is said, in which one thread for all clients may not even get to connect.
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
         await asyncio.gather(*(one(client, number) for number in range(clients)))
     return happened
 

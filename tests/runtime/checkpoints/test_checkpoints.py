@@ -75,7 +75,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, writes):
     def slow(store, name, write):
         began.append(name[:10])
         if name.startswith("0000000001") and name.endswith("step/c"):
-            assert asked.wait(60)  # the first save has returned, and the second begins
+            assert asked.wait(600)  # the first save has returned, and the second begins
             time.sleep(0.5)
         write()
 

@@ -140,7 +140,7 @@ def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
     )
     hosts.wait_until(lambda: (folder / "checkpoints").exists() and hosts.checkpoints(folder))
     both[1].kill()
-    assert both[0].wait(processes.SILENT_S + 60) in (134, -signal.SIGABRT)
+    assert both[0].wait(processes.SILENT_S + 600) in (134, -signal.SIGABRT)
     done = hosts.checkpoints(folder)[-1]
     for run_folder in (folder, tmp_path / "whole"):
         keys = [*tiny, f"training.steps={done + 3}", "mesh.r=1", *hosts.where(run_folder)]

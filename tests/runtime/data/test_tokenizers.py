@@ -261,7 +261,7 @@ def test_a_template_and_its_process():
     assert resource.getrlimit(resource.RLIMIT_CPU)[0] == resource.RLIM_INFINITY
     last = apart.process
     apart.pipe.close()
-    assert last.wait(60) == 0  # as where this process ends
+    assert last.wait(600) == 0  # as where this process ends
 
 
 def test_missing_packages(monkeypatch, bpe, stored):

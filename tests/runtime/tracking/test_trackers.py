@@ -253,12 +253,12 @@ def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypa
     """The warning has its last words and how to send what is missing; the follower holds up neither a step nor, for
     long, the end."""
     stand_in(program, tmp_path, monkeypatch)
-    monkeypatch.setattr(followers, "LONGEST_WAIT_S", 0.5 if program == HANGS else 60.0)
+    monkeypatch.setattr(followers, "LONGEST_WAIT_S", 0.5 if program == HANGS else 600.0)
     write_lines(tmp_path, config_of("wandb"), 0, range(1, 4))
     with Followers(config_of("wandb"), tmp_path, is_leader=True) as opened:
         opened.start()
         if while_it_runs:
-            opened._running["wandb"].wait(60)
+            opened._running["wandb"].wait(600)
         longest = 0.0
         for _ in range(100):
             before = time.thread_time()
