@@ -34,7 +34,8 @@ import zarr.buffer.cpu
 
 from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
 from runtime.files import NotPlain
-from runtime.terminal import RunError, run_errors
+from runtime.terminal import RunError, printable, run_errors
+from runtime.unpacking import require_known_codecs, require_size
 
 # Attributes of the root.
 COMPLETED = "write_completed"
@@ -154,6 +155,8 @@ class _Files:
                 raise Damaged(path, f"{file} has {len(content)} bytes and was written with {size}")
         self.memory[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
         try:
+            if array.metadata.zarr_format == 2 and array.compressors:
+                require_size(array.compressors[0], content, math.prod(chunk) * array.dtype.itemsize)
             return np.asarray(array[tuple(slice(*part) for part in bounds)])
         except UNREADABLE as error:
             raise Damaged(path, f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
@@ -187,6 +190,8 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
     try:
         group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
         arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
+        for array in arrays.values():
+            require_known_codecs(array)
     except UNREADABLE as error:
         if isinstance(error, OSError) and error.errno:  # of memory none fails: this process has too few open files
             raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
@@ -223,7 +228,7 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
         try:
             return open_checkpoint(store, name, pool)
         except Incomplete as incomplete:
-            print(f"passed over: {incomplete}", file=sys.stderr)
+            print(printable(f"passed over: {incomplete}"), file=sys.stderr)
     raise RunError(f"there is no complete checkpoint at {path}")
 
 

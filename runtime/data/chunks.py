@@ -28,6 +28,7 @@ from jaxtyping import Int64, Shaped
 
 from runtime.files import LARGEST_BYTES, open_file
 from runtime.terminal import RunError
+from runtime.unpacking import require_known_codecs, require_size
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
@@ -42,7 +43,7 @@ class CheckedStore(zarr.storage.WrapperStore):
         self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
         # Paths of arrays whose files are frames of blosc, with how many bytes of checksum follow a frame.
         self.blosc_arrays: dict[str, int] = {}
-        self.gzip_arrays: dict[str, int] = {}  # to how many bytes a chunk's file may unpack
+        self.format_2: dict[str, tuple[Any, int]] = {}  # the compressor and a chunk's bytes, by the array's path
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         if self.folder and os.path.lexists(self.folder / key):
@@ -55,10 +56,8 @@ class CheckedStore(zarr.storage.WrapperStore):
         array = key.rpartition("/")[0].removesuffix("/c")
         if byte_range is None and array in self.blosc_arrays:
             check_frame(key, value.to_bytes(), self.blosc_arrays[array])
-        if array in self.gzip_arrays:
-            most = self.gzip_arrays[array]
-            if len(zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(value.to_bytes(), most + 1)) > most:
-                raise OSError(f"the file {key} unpacks to more than the {most} bytes of a chunk")
+        if array in self.format_2:
+            require_size(self.format_2[array][0], value.to_bytes(), self.format_2[array][1])
         return value
 
 
@@ -101,14 +100,14 @@ def open_checked(path: str) -> zarr.Group:
 
 
 def check_chunks(array: zarr.Array) -> None:
-    """Lets the array's CheckedStore check files that blosc or gzip has compressed."""
+    """Lets the array's CheckedStore check compressed files. Raises ValueError: a codec is not known."""
+    require_known_codecs(array)
     if array.shards is not None or not array.compressors or not isinstance(array.store, CheckedStore):
         return
     checksum_bytes = 4 * has_checksums(array)
     compressors = array.compressors[: len(array.compressors) - has_checksums(array)]
-    if len(compressors) == 1 and isinstance(compressors[0], zarr.codecs.GzipCodec | numcodecs.GZip | numcodecs.Zlib):
-        if not checksum_bytes:
-            array.store.gzip_arrays[array.path] = array.chunks[0] * array.dtype.itemsize
+    if array.metadata.zarr_format == 2:
+        array.store.format_2[array.path] = compressors[0], array.chunks[0] * array.dtype.itemsize
     if compressors and isinstance(compressors[-1], zarr.codecs.BloscCodec | numcodecs.Blosc):
         array.store.blosc_arrays[array.path] = checksum_bytes
 

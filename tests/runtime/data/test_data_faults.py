@@ -1,7 +1,6 @@
 """Data that are not as they should be, or not to be had, on a disk and in an object store: an error with the place,
 never a hang or a zero."""
 
-import gzip
 import os
 import sys
 
@@ -88,8 +87,8 @@ def test_flipped_bits(request, place, monkeypatch):
         assert_refuses(message, load_all, path)
 
 
-def test_a_pipe_and_a_bomb(tmp_path, monkeypatch):
-    """A chunk's file that is a pipe is refused and not waited for; one of gzip may not unpack to more than a chunk."""
+def test_a_pipe(tmp_path, monkeypatch):
+    """A chunk's file that is a pipe is refused and not waited for."""
     read_from_chunks(monkeypatch)
     path = write(tmp_path / "data")
     file = tmp_path / "data/train/encoded_tokens/c/1"
@@ -98,9 +97,6 @@ def test_a_pipe_and_a_bomb(tmp_path, monkeypatch):
     where = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1"
     pipe = f"[Errno 22] it is a pipe, expected a plain file: '{file}'"
     assert_refuses(f"{where.partition(' (')[0]} ({pipe}): {DAMAGED}", load_all, path)
-    other_compressor(path, zarr.codecs.GzipCodec())
-    file.write_bytes(gzip.compress(bytes(2**26)))
-    assert_refuses(f"{where} unpacks to more than the 1024 bytes of a chunk): {DAMAGED}", load_all, path)
 
 
 def other_compressor(path, codec):
