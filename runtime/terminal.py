@@ -1,7 +1,7 @@
 """What a person reads in a terminal: errors, lines, bars, and how a process ends.
 
-Printing never ends a run. What standard output does not take (a full disk, a closed pipe) goes to standard error and to
-`messages.txt` of the run folder.
+Printing never ends a program. What standard output does not take (a full disk, a closed pipe) goes to standard error
+and to `messages.txt` of the run folder; a tool then ends with status 1.
 """
 
 import atexit
@@ -68,7 +68,7 @@ class _Output:
     """Standard output, as a file that takes everything: what cannot be written there goes elsewhere."""
 
     def __init__(self):
-        self._is_failing = False
+        self.is_failing = False
 
     def write(self, text: str) -> None:
         if not text:  # a pipe that nobody reads takes nothing, too
@@ -78,11 +78,11 @@ class _Output:
                 raise ValueError("it is closed")
             sys.stdout.write(text)
             sys.stdout.flush()
-            self._is_failing = False
+            self.is_failing = False
         except (OSError, ValueError) as error:
-            if not self._is_failing:
+            if not self.is_failing:
                 print_error(f"standard output cannot be written ({error}); it goes on here", "warning")
-            self._is_failing = True
+            self.is_failing = True
             if text.endswith("\n"):  # bars do not end so
                 _write_error(text)
                 if _messages is not None:
@@ -106,6 +106,11 @@ class _Output:
 
 
 _OUTPUT: Any = _Output()
+
+
+def output_is_failing() -> bool:
+    """Whether standard output did not take the last line."""
+    return _OUTPUT.is_failing
 
 
 def print_line(text: str) -> None:

@@ -7,6 +7,7 @@ clearshard --version
 
 import importlib.metadata
 import importlib.util
+import os
 import pkgutil
 import runpy
 import sys
@@ -25,15 +26,21 @@ def programs() -> dict[str, str]:
 
 def main() -> None:
     """Runs `python -m` with the module that the first argument names; the other arguments are the module's own."""
-    known = programs()
+    known, said = programs(), ""
     match sys.argv[1:]:
         case ["--version"]:
-            print(f"clearshard {importlib.metadata.version('clearshard')}, jax {importlib.metadata.version('jax')}")
+            said = f"clearshard {importlib.metadata.version('clearshard')}, jax {importlib.metadata.version('jax')}"
         case [] | ["--help" | "-h"]:
-            print(f"usage: clearshard {{{','.join(known)}}} [arguments]\n       clearshard {{...}} --help | --version")
+            said = f"usage: clearshard {{{','.join(known)}}} [arguments]\n       clearshard {{...}} --help | --version"
         case [name, *arguments] if name in known:
             sys.argv = [f"clearshard {name}", *arguments]
             sys.path.insert(0, "")  # as `python -m` does: a trainer in this folder is the one that runs
             runpy.run_module(known[name], run_name="__main__", alter_sys=True)
         case [name, *_]:
             sys.exit(f"error: clearshard has no command {name}: expected one of {', '.join(known)}")
+    if said:
+        try:
+            print(said, flush=True)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
+            sys.exit(f"error: standard output fails: {error}")

@@ -44,7 +44,16 @@ from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
 from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
 from runtime.files import multiply, parse_yaml, read_text
-from runtime.terminal import RunError, heartbeat, leave, print_error, print_line, refusals, run_errors
+from runtime.terminal import (
+    RunError,
+    heartbeat,
+    leave,
+    output_is_failing,
+    print_error,
+    print_line,
+    refusals,
+    run_errors,
+)
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
@@ -89,6 +98,8 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         else:
             with heartbeat(2, lambda text: print_error(text, "note")):  # a tool's standard output may be its result
                 main(read(config_class, arguments), *others)
+            if output_is_failing():  # what it took may be a part of the result
+                leave(1)
         sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer

@@ -1,5 +1,6 @@
 """Printing: it never ends a run, what standard output does not take is said elsewhere, and names are only text."""
 
+import dataclasses
 import io
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import small
 from pages import ROOT
 
 from runtime import terminal
@@ -67,6 +69,30 @@ def test_a_disk_that_has_room_again(tmp_path, monkeypatch, capsys):
     warning = "warning: standard output cannot be written ([Errno 28] No space left on device); it goes on here\n"
     assert capsys.readouterr() == ("three\n" * 2, f"{warning}one\ntwo\n" * 2)
     assert (tmp_path / "messages.txt").read_text() == "one\ntwo\n" * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class NoKeys:
+    """A tool's config."""
+
+
+def test_a_tool_whose_result_is_lost(monkeypatch, capsys):
+    """Its lines are on standard error, and its status is 1; with room it is 0."""
+    for output, status in ((Full(), 1), (io.StringIO(), 0)):
+        monkeypatch.setattr(sys, "stdout", output)
+        assert small.start(monkeypatch, lambda config: print_line("the result"), NoKeys) == status
+        assert capsys.readouterr().err.endswith("\nthe result\n") == bool(status)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_list_of_programs_is_lost(arguments):
+    """One line, and no traceback when Python ends."""
+    command = [sys.executable, "-c", "from tools.cli import main; main()", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1, "error: standard output fails: [Errno 28] No space left on device\n"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("text, shown", [
