@@ -35,7 +35,7 @@ from runtime.checkpoints.checkpoint import (
 )
 from runtime.config import command_line
 from runtime.config.rebuild import flat
-from runtime.terminal import RunError, columns
+from runtime.terminal import RunError, columns, printable
 
 THREADS = 8  # chunks that are read at the same time
 
@@ -63,6 +63,11 @@ def main(config: LookAt) -> None:
             diff(checkpoint, open_newest(config.other, pool), pool)
 
 
+def say(text: str) -> None:
+    """Prints what a stranger may have named, or a URL's password."""
+    print(printable(text))
+
+
 def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
     """Prints what a checkpoint is, and returns it: whole, damaged or incomplete."""
     began = time.perf_counter()
@@ -70,10 +75,10 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         opened = open_checkpoint(store, name, pool)
         chunks, faults = verify(opened, pool)
     except Incomplete:
-        print(f"{name}: incomplete, it was not written to its end")
+        say(f"{name}: incomplete, it was not written to its end")
         return "incomplete"
     except Damaged as damaged:
-        print(f"{name}: DAMAGED\n  {damaged.what}")
+        say(f"{name}: DAMAGED\n  {damaged.what}")
         return "damaged"
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in opened.arrays.values())
     text = (
@@ -81,16 +86,16 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         f"{time.perf_counter() - began:.1f} s"
     )
     if faults:
-        print(f"{name}: DAMAGED, {len(faults)} of {text}", *faults, sep="\n  ")
+        say("\n  ".join([f"{name}: DAMAGED, {len(faults)} of {text}", *faults]))
         return "damaged"
-    print(f"{name}: whole, {text}" + ("" if opened.is_bound else f"; {UNBOUND}"))
+    say(f"{name}: whole, {text}" + ("" if opened.is_bound else f"; {UNBOUND}"))
     return "whole"
 
 
 def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
-    print(f"checkpoint {checkpoint.path}")
+    say(f"checkpoint {checkpoint.path}")
     for key, value in described(checkpoint).items():
-        print(f"  {key}: {json.dumps(value)}")
+        say(f"  {key}: {json.dumps(value)}")
     rows, values, size = [("leaf", "dtype", "shape", "size", "norm", "")], 0, 0
     for name in sorted(checkpoint.arrays):
         leaf = read_leaf(checkpoint, name, pool)
@@ -99,20 +104,20 @@ def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
         note = f"{not_finite} not finite" if not_finite else ""
         norm = np.linalg.norm(leaf.astype(np.float64))
         rows.append((name, leaf.dtype.name, str([*leaf.shape]), amount(leaf.nbytes, "B"), f"{norm:.6g}", note))
-    print("\n".join(columns(rows, right={3, 4})))
-    print(f"{len(checkpoint.arrays)} leaves, {values:,} values, {amount(size, 'B')}")
+    say("\n".join(columns(rows, right={3, 4})))
+    say(f"{len(checkpoint.arrays)} leaves, {values:,} values, {amount(size, 'B')}")
 
 
 def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> None:
-    print(f"first   {first.path}\nsecond  {second.path}")
+    say(f"first   {first.path}\nsecond  {second.path}")
     ours, theirs = described(first), described(second)
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
-            print(f"  {key}: {json.dumps(ours.get(key))} -> {json.dumps(theirs.get(key))}")
+            say(f"  {key}: {json.dumps(ours.get(key))} -> {json.dumps(theirs.get(key))}")
     names = sorted(first.arrays.keys() | second.arrays.keys())
     different = [(name, what) for name in names if (what := difference(name, first, second, pool))]
-    print("\n".join(columns([("leaf", "what differs"), *different])))
-    print(f"{len(names) - len(different)} leaves are the same bit for bit, {len(different)} differ")
+    say("\n".join(columns([("leaf", "what differs"), *different])))
+    say(f"{len(names) - len(different)} leaves are the same bit for bit, {len(different)} differ")
 
 
 def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> str:

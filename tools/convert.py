@@ -33,7 +33,7 @@ from runtime.config.rebuild import as_tree
 from runtime.data.sources import RECORD, keep_tokenizer, kept_tokenizer
 from runtime.data.tokenizers import load_tokenizer
 from runtime.files import read_bytes
-from runtime.terminal import RunError, print_error, run_errors
+from runtime.terminal import RunError, print_error, printable, run_errors
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -66,7 +66,7 @@ def main(config: Convert) -> None:
         if config.adapter:
             with written_whole(to) as folder:
                 export_adapters(source, folder)
-            return print(f"{source.checkpoint.path} -> {to}: adapters of {name_of(source)}")
+            return print(printable(f"{source.checkpoint.path} -> {to}: adapters of {name_of(source)}"))
         if source.is_published:
             if config.dtype is not None:
                 raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
@@ -78,7 +78,7 @@ def main(config: Convert) -> None:
             with written_whole(to) as folder:
                 export(source, folder, dtype, pool, ends_of(source) if source.config is None else None)
                 copy_tokenizer(source.folder, folder)
-    print(f"{source.checkpoint.path} -> {to}: {name_of(source)}, {count(source):,} parameters")
+    print(printable(f"{source.checkpoint.path} -> {to}: {name_of(source)}, {count(source):,} parameters"))
 
 
 @contextlib.contextmanager

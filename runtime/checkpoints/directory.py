@@ -29,7 +29,7 @@ from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.checkpoint import UNBOUND, Damaged, Incomplete
 from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
-from runtime.terminal import RunError, run_errors
+from runtime.terminal import RunError, printable, run_errors
 
 TIMEOUT_S = 600.0  # a save that takes longer, since a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: about 2 GB of host memory besides the copy of the state
@@ -245,7 +245,7 @@ class Checkpoints:
 
     def _say(self, text: str) -> None:
         if text not in self._said and self._hosts.is_leader:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         self._said.add(text)
 
 

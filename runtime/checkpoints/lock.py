@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoints.store import LocalStore, open_store
-from runtime.terminal import RunError, run_errors
+from runtime.terminal import RunError, printable, run_errors
 
 HEARTBEAT_S = 10.0
 SILENT_S = 3 * HEARTBEAT_S  # an owner that has not written for so long is dead
@@ -151,4 +151,4 @@ def _who(owner: Record) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -2,9 +2,10 @@
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_state import numpy_state, save
+from checkpoint_state import numpy_state, open_checkpoints, save
 
 from tools import checkpoint
 
@@ -99,6 +100,16 @@ def test_inspect_one(run, saved):
     state.weights.transformer.w_q[0, 0, :3] = np.nan
     save(saved, 30, state)
     assert any(line.endswith("nan  3 not finite") for line in run("show", saved)[1])
+
+
+def test_names_and_passwords_of_others(run, saved):
+    """A password in a URL is not printed, nor a control character that a leaf's name has."""
+    config = {"initial_weights": "ftp://me:secret@host/x"}
+    open_checkpoints(saved).save(30, {"a\x1b[2Jb": jnp.zeros(4)}, {"config": config})
+    for arguments in (("show", saved), ("diff", saved, saved / "0000000010")):
+        status, lines, _ = run(*arguments)
+        text = "\n".join(lines)
+        assert status == 0 and "ftp://me:***@host/x" in text and "a\\x1b[2Jb" in text
 
 
 def test_compare_two(run, saved):
