@@ -38,6 +38,12 @@ WITHOUT_EFFECT = {
 SETTINGS = ('compute_dtype', 'attention', 'capacity', 'capacity_parts')
 
 
+def brief(value: Any) -> str:
+    """The value as Python writes it, if it is short."""
+    text = repr(value)
+    return text if len(text) <= 200 else f'{text[:60]}… ({len(text):,} characters)'
+
+
 class Fields:
     """A published config.json, which records the fields that were read."""
 
@@ -58,8 +64,8 @@ class Fields:
                 self.refuse(key, f'expected {value!r}')
 
     def refuse(self, key: str, why: str) -> None:
-        value = self.content[key]
-        raise RunError(f'{self.where}: {key} = {value!r} is not what models/ computes for this family: {why}')
+        value = brief(self.content[key])
+        raise RunError(f'{self.where}: {key} = {value} is not what models/ computes for this family: {why}')
 
     def unread(self) -> dict[str, Any]:
         """The fields that nobody read and that may matter; null, false and 0 do not."""

@@ -30,7 +30,7 @@ from einops import rearrange
 
 from models import adapters, safetensors
 from models.adapters import Adapter
-from models.config import SETTINGS, Fields, same
+from models.config import SETTINGS, WITHOUT_EFFECT, Fields, brief, same
 from models.safetensors import Tensor, read_json
 from runtime import program
 from runtime.checkpoints.checkpoint import (
@@ -70,6 +70,7 @@ TRAIN_PY = {
     "rms_norm": "a9f1c6b8",
     "rotary": "c633c888",
 }
+LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once
 # Programs whose weights have a family's names; those after the first are older versions of train_any.py.
 TRAINERS = ("train", "train_at_scale", "train_pipeline")
@@ -121,7 +122,7 @@ def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], R
 
 
 def require_tensors(path: str, tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> None:
-    """Raises RunError, listing the tensors that are missing, have another shape, or belong to no weight."""
+    """Raises RunError with the first tensor that is missing, has another shape, or belongs to no weight."""
     expected = {row.name: row.shape for places in rows.values() for row in places.values()}
     problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - tensors.keys()]
     for name in expected.keys() & tensors.keys():
@@ -131,9 +132,9 @@ def require_tensors(path: str, tensors: dict[str, Tensor], rows: dict[str, dict[
     unknown = [name for name in tensors.keys() - expected.keys() - tied if not UNUSED.fullmatch(name)]
     problems += [f"{name}: belongs to none of the weights of this family" for name in unknown]
     if problems:
-        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-        title = f"the tensors in {path} are not those of its config.json:"
-        raise RunError("\n  ".join([title, *sorted(problems)[:10], *more]))
+        first, *others = sorted(problems)
+        more = f", and {len(others)} more" if others else ""
+        raise RunError(f"the tensors in {path} are not those of its config.json: {first}{more}")
 
 
 def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> LazyArray:
@@ -241,7 +242,7 @@ def family_of(name: str, where: str) -> ModuleType:
     """The family with this model_type or module name."""
     module = families().get(str(name), f"models.{name}")
     if module not in families().values():
-        raise RunError(f"{where}: model_type = {name!r} is none of the families: {', '.join(sorted(families()))}")
+        raise RunError(f"{where}: model_type = {brief(name)} is none of the families: {', '.join(sorted(families()))}")
     return importlib.import_module(module)
 
 
@@ -355,7 +356,10 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
             raise RunError(f"{fields.where}: {key} = {content[key]}, and {folder} has {len(tensors)} tensors")
     for key in {"dtype", "torch_dtype"} & content.keys():
         if content[key] not in (None, *safetensors.CODES):
-            raise RunError(f"{fields.where}: {key} = {content[key]!r}: expected {', '.join(safetensors.CODES)}")
+            raise RunError(f"{fields.where}: {key} = {brief(content[key])}: expected {', '.join(safetensors.CODES)}")
+    for key in content.keys() - WITHOUT_EFFECT:  # before other sizes are made of it, each of which would be a problem
+        if isinstance(content[key], int) and abs(content[key]) > LARGEST_SIZE:
+            raise RunError(f"{fields.where}: {key} = {brief(content[key])}: expected at most {LARGEST_SIZE}")
     model = model_of(family, fields)
     fields.finish()
     rows = rows_of(family, model)
@@ -370,8 +374,9 @@ def model_of(family: ModuleType, fields: Fields) -> Any:
     try:
         model = family.model_of(fields)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise RunError(f"{fields.where}: a field is not what a {fields.content['model_type']} has: {error}") from error
-    return rebuild(family.Model, as_tree(model), Origins(fields.where))
+        what = f"a field is not what a {fields.content['model_type']} has"
+        raise RunError(f"{fields.where}: {what}: {str(error)[:200]}") from error
+    return rebuild(family.Model, as_tree(model), Origins(fields.where), is_derived=True)
 
 
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:

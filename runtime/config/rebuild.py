@@ -53,12 +53,14 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def rebuild(
-    config_class: type[C], content: Any, origins: Origins, dropped: Mapping[str, tuple[Any, str]] | None = None
-) -> C:
+    config_class: type[C], content: Any, origins: Origins, dropped: Mapping[str, tuple[Any, str]] | None = None,
+    is_derived: bool = False,
+) -> C:  # fmt: skip
     """The config_class of a content, nested dicts. Raises RunError: all that is wrong with it.
 
     Sections are dataclasses, fields have the types of runtime/config/keys.py; a field `from_` is the key `from`.
-    dropped: as in runtime.config.keys.DROPPED_KEYS.
+    dropped: as in runtime.config.keys.DROPPED_KEYS. is_derived: values were made of others, so that one bad value may be
+    several problems: the first one alone is said.
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 
@@ -77,7 +79,7 @@ def rebuild(
             if wrong["type"] == "unexpected_keyword_argument":
                 others = _keys_of_other(getattr(config_class, "OTHER", None), key, value, origins)
             problems += others or [_message(key, wrong["type"], value, wrong["msg"], known, origins)]
-    refuse(problems)
+    refuse(problems[:1] if is_derived else problems)
     return config
 
 

@@ -1,6 +1,7 @@
 """The families of models/ beside what the golden files hold: their first weights, adapters, what is refused,
 config.json both ways, and the check of all that they send."""
 
+import copy
 import functools
 import importlib
 import json
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import small
 from mutation import proofs
 from pages import ROOT
 from published import FOLDER, NAMES, batch_of, check_family, decoded, loss_and_logits, on_mesh, weights_of
 from safetensors.numpy import load_file, save_file
 
-from models import bert, gemma, gpt2, gptj, huggingface, layers, mixtral, t5
+from models import bert, gemma, gpt2, gptj, huggingface, layers, mixtral, safetensors, t5
 from models.context import ALONE
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
@@ -170,6 +172,38 @@ def test_what_a_family_does_not_compute_is_refused(name, change, message, pool, 
     (tmp_path / "model.safetensors").symlink_to(FOLDER / name / "model.safetensors")
     with pytest.raises(RunError, match=message):
         huggingface.open_weights(tmp_path, pool)
+
+
+ODD = [
+    10**12, 2**31, 2**63, 10**30, 10**5, -1, 0, 1.5, 1e300, float("inf"), float("nan"), True, None, "16", "x" * 10**5,
+    "\ud800", [], [16], [[]], {}, {"a": 1},
+]  # fmt: skip
+
+
+def fields_of(content, above=()):
+    for key, value in content.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*above, key))
+
+
+@pytest.mark.parametrize("name", ["gpt2", *small.slow(*(name for name in NAMES if name != "gpt2"))])
+def test_odd_values_of_any_field(name):
+    """Each field with each value: it has no effect, or the message is one line, or two."""
+    folder, refused = FOLDER / name, 0
+    original, tensors = json.loads((folder / "config.json").read_text()), safetensors.read(folder)
+    for path in fields_of(original):
+        for value in ODD:
+            content = inner = copy.deepcopy(original)
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = value
+            try:
+                huggingface.described(content, tensors, folder)
+            except RunError as error:
+                refused += 1
+                assert str(error).count("\n") <= 1 and len(str(error)) < 1000, (path, value)
+    assert refused > 100
 
 
 @pytest.mark.parametrize("name, prefix", [("gpt2", "transformer."), ("opt", "model.")])
