@@ -211,6 +211,11 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
         for table in stream.shard(file.parts, file.part).with_format("arrow").iter(BLOCK_ROWS):
             rest = table.slice(max(0, row - at))
             at += table.num_rows
+            if rest.nbytes > MOST_RECORD_BYTES:
+                sizes = [rest.slice(number, 1).nbytes for number in range(rest.num_rows)]
+                if (largest := max(sizes)) > MOST_RECORD_BYTES:
+                    number = at - rest.num_rows + sizes.index(largest)
+                    raise RunError(f"{file.name}, row {number}: a record has over {MOST_RECORD_BYTES:,} bytes")
             if rest.num_rows:
                 yield b"", rest.to_pylist(), at - rest.num_rows, at, 0, 0
 

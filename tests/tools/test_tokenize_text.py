@@ -512,6 +512,20 @@ def test_a_record_without_an_end(tmp_path):
     assert_refuses(message, tokenize, f"input={tmp_path}/a.jsonl.gz", f"output={tmp_path}/x.zarr")
 
 
+def test_a_row_that_is_too_large(tmp_path):
+    """A row of over 16 MiB is named, among a thousand that are not; one of 15 MiB is tokenized."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for size in (2**24 + 1, 15 * 2**20):
+        rows = ["x"] * 700 + ["a" * size] + ["x"] * 300
+        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
+        command = f"input={tmp_path}/a.parquet", f"output={tmp_path}/x.zarr", "processes=1"
+        if size > 2**24:
+            assert_refuses(f"{tmp_path}/a.parquet, row 700: a record has over 16,777,216 bytes", tokenize, *command)
+    tokenize(*command, "overwrite=true")
+
+
 def test_bad_rows(tmp_path):
     """Rows are named by their number, a column that is not there by those that are, and what is no parquet file is one
     line."""
