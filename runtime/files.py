@@ -46,6 +46,8 @@ def open_file(path: str | os.PathLike, most: float = math.inf) -> BinaryIO:
         kind = KINDS.get(stat.S_IFMT(about.st_mode), "a device")
         raise NotPlain(errno.EINVAL, f"it is {kind}, expected a plain file", name)
 
+    if "\0" in os.fsdecode(path):
+        raise NotPlain(errno.EINVAL, "a name holds no zero byte", os.fsdecode(path))
     return open(path, "rb", opener=opened)
 
 

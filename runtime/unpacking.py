@@ -1,6 +1,6 @@
 """Bounds what others' compressed chunks of zarr unpack to, before they are unpacked: a kilobyte may say a gigabyte.
 
-    require_known_codecs(array)                        # at its opening
+    require_readable(array)                        # at its opening
     require_size(array.compressors[0], content, 1024)  # of format 2, before decoding; zarr does so in format 3
 
 zarr takes its codecs of format 3 from a registry, where bounded ones replace its own when this module is imported.
@@ -40,9 +40,15 @@ for _codec in (zarr.codecs.GzipCodec, zarr.codecs.BloscCodec, zarr.codecs.ZstdCo
     FORMAT_3.add(_bounded)
 
 
-def require_known_codecs(array: zarr.Array) -> None:
-    """Raises ValueError: one of its codecs is none whose result is bounded."""
+def require_readable(array: zarr.Array) -> None:
+    """Raises ValueError: a codec is none whose result is bounded, or zarr would raise anything when it reads."""
     about: Any = array.metadata
+    if array.dtype.kind not in "biufc":
+        raise ValueError(f"{array.path or 'an array'} holds {array.dtype}, expected numbers")
+    if any(size < 1 for size in array.chunks):
+        raise ValueError(f"{array.path or 'an array'} has chunks of the shape {list(array.chunks)}")
+    if not isinstance(about.attributes, dict):
+        raise ValueError(f"{array.path or 'an array'} has attributes that are no object in braces")
     if about.zarr_format == 2:
         is_known = not about.filters and isinstance(about.compressor, (*FORMAT_2, type(None)))
     else:

@@ -236,7 +236,8 @@ def test_data_sets(times, tmp_path):
         copy = damaged(original, at, edits)
         if (read := attempt(lambda: batches(copy))) is not None:
             np.testing.assert_array_equal(read, expected)
-        attempt(lambda: inspect_dataset.main(load(inspect_dataset.InspectDataset, None, [str(copy), "verify=true"])))
+        arguments = [f"path={copy}", "verify=true"]
+        attempt(lambda: inspect_dataset.main(load(inspect_dataset.InspectDataset, None, arguments)))
 
     fuzz(check, 40 * times, st.floats(0, 1), EDITS)
     assert digest(original) == before

@@ -35,7 +35,7 @@ import zarr.buffer.cpu
 from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
 from runtime.files import NotPlain
 from runtime.terminal import RunError, printable, run_errors
-from runtime.unpacking import require_known_codecs, require_size
+from runtime.unpacking import require_readable, require_size
 
 # Attributes of the root.
 COMPLETED = "write_completed"
@@ -49,7 +49,9 @@ MOST_CHUNK_BYTES = 2**32  # in other programs' checkpoints; ours have chunks of 
 # Something else lies where a file was, so the checkpoint is passed over. An error of the disk is no reason for that.
 NO_FILE = (FileNotFoundError, NotADirectoryError, NotPlain)
 # Decoders raise these at bytes that they cannot read.
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
+UNREADABLE = (
+    ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error,
+)  # fmt: skip
 
 FIND_TIMEOUT_S = 60.0  # for an answer of an object store
 
@@ -188,10 +190,12 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
             raise Damaged(path, f"{file} {OTHER_CHECKSUM if file in contents else 'is missing'}")
     memory: dict[str, Any] = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
     try:
-        group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
-        arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
-        for array in arrays.values():
-            require_known_codecs(array)
+        leaves = [file.rpartition("/")[0] for file, content in contents.items() if _is_of_array(file, content)]
+        # One by one: of several that zarr opens at once, all errors but the first are printed with a traceback.
+        stored = zarr.storage.MemoryStore(memory)
+        arrays = {leaf: zarr.open_array(stored, path=leaf, mode="r") for leaf in sorted(filter(None, leaves))}
+        for opened in arrays.values():
+            require_readable(opened)
     except UNREADABLE as error:
         if isinstance(error, OSError) and error.errno:  # of memory none fails: this process has too few open files
             raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
@@ -203,6 +207,11 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         if count > len(there) or array.file_bytes > MOST_CHUNK_BYTES:
             raise Damaged(path, f"{leaf} would have {count:,} chunks of {array.file_bytes:,} bytes")
     return Checkpoint(path, _without_ours(root), lazy, files.is_bound)
+
+
+def _is_of_array(file: str, content: bytes) -> bool:
+    name = file.rpartition("/")[2]
+    return name == ".zarray" or (name == "zarr.json" and json.loads(content)["node_type"] == "array")
 
 
 def find(path: str) -> list[tuple[Store, str]]:

@@ -28,7 +28,7 @@ from jaxtyping import Int64, Shaped
 
 from runtime.files import LARGEST_BYTES, open_file
 from runtime.terminal import RunError
-from runtime.unpacking import require_known_codecs, require_size
+from runtime.unpacking import require_readable, require_size
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
@@ -76,7 +76,10 @@ def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:
     for name in METADATA:
         if "://" not in path and os.path.lexists(file := os.path.join(path, name)):
             open_file(file, LARGEST_BYTES).close()
-    group = zarr.open_group(path, mode=mode)
+    try:
+        group = zarr.open_group(path, mode=mode)
+    except (TypeError, AttributeError, KeyError) as error:  # at JSON of another kind
+        raise ValueError(f"its metadata are not those of a group ({error})") from error
     if (file_system := getattr(group.store, "fs", None)) is not None:
         _close_at_the_end(file_system)
     return group
@@ -101,7 +104,7 @@ def open_checked(path: str) -> zarr.Group:
 
 def check_chunks(array: zarr.Array) -> None:
     """Lets the array's CheckedStore check compressed files. Raises ValueError: a codec is not known."""
-    require_known_codecs(array)
+    require_readable(array)
     if array.shards is not None or not array.compressors or not isinstance(array.store, CheckedStore):
         return
     checksum_bytes = 4 * has_checksums(array)
@@ -128,7 +131,7 @@ def read(array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int
 
 def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
     """What a store or a codec may raise if data are damaged or out of reach; and `others`."""
-    errors: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, zlib.error, *others]
+    errors: list[type[Exception]] = [OSError, ValueError, ArithmeticError, RuntimeError, EOFError, zlib.error, *others]
     # Packages of object stores have other errors, which are none of the above.
     if "botocore" in sys.modules:
         from botocore.exceptions import BotoCoreError, ClientError

@@ -30,7 +30,7 @@ import zarr.errors
 from jaxtyping import Float32, Int64, UInt32
 
 from runtime.data.apart import Unfinished, apart
-from runtime.data.chunks import open_group, read_errors
+from runtime.data.chunks import check_chunks, open_checked, open_group, read_errors
 from runtime.data.flat_tokens import LARGEST_ID, absolute_path, open_member
 from runtime.files import LARGEST_BYTES, open_file, read_text
 from runtime.terminal import RunError, needs_package
@@ -307,13 +307,17 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
     the data set is not there, or its tokenizer is damaged."""
     where = absolute_path(path)
     try:
-        dataset = open_group(where, mode="r")
+        dataset = open_checked(where)
         about: Any = dataset.attrs.get("tokenizer")
         if about is None:
             return None
         content = b""
         if "sha256" in about:
-            content = np.asarray(open_member(dataset, "tokenizer_json", zarr.Array)[:]).tobytes()
+            stored = open_member(dataset, "tokenizer_json", zarr.Array)
+            check_chunks(stored)
+            if stored.nbytes > LARGEST_BYTES:
+                raise ValueError(f"tokenizer_json has {stored.nbytes:,} bytes, expected at most {LARGEST_BYTES:,}")
+            content = np.asarray(stored[:]).tobytes()
         if content and hashlib.sha256(content).hexdigest() != about["sha256"]:
             why = "is not what was written (its sha256 differs)"
             raise RunError(f"tokenizer_json of {where} {why}: copy the data set again")

@@ -23,6 +23,8 @@ def test_what_is_refused(tmp_path, make, kind):
     (tmp_path / "text").write_text("ü")
     (tmp_path / "link").symlink_to("text")
     assert read_text(tmp_path / "link") == "ü"
+    with pytest.raises(NotPlain, match="a name holds no zero byte"):
+        open_file(tmp_path / "te\0xt")
     with open_file(tmp_path / "link") as file:
         assert file.read(1) == b"\xc3"
 

@@ -1,6 +1,7 @@
 """runtime/unpacking.py: what a few kilobytes of a data set or a checkpoint may unpack to."""
 
 import gzip
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numcodecs
@@ -81,6 +82,20 @@ def test_codecs_that_are_not_bounded(name, read, tmp_path):
     write(tmp_path / "data/train", *REFUSED[name], CHUNK)
     zarr.open_group(tmp_path / "data", mode="a", zarr_format=2)
     with pytest.raises(RunError, match="encoded_tokens has another codec: blosc, zstd, gzip and crc32c are read"):
+        read(tmp_path / "data")
+
+
+@pytest.mark.parametrize("read", [as_data, as_checkpoint])
+@pytest.mark.parametrize(
+    "key, value", [("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [0]}}), ("attributes", 5),
+                   ("fill_value", 2**70), ("data_type", "string")],
+)  # fmt: skip
+def test_what_zarr_does_not_refuse(key, value, read, tmp_path):
+    """Metadata that zarr opens, or at which it raises anything: one line."""
+    file = write(tmp_path / "data/train", *BOUNDED["zstd"], CHUNK).parents[1] / "zarr.json"
+    zarr.open_group(tmp_path / "data", mode="a", zarr_format=3)
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(RunError, match=r"^[^\n]+$"):
         read(tmp_path / "data")
 
 

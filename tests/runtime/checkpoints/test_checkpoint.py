@@ -1,5 +1,6 @@
 """One checkpoint: the same bits on any mesh, readable by plain zarr, each chunk once, and what others have written."""
 
+import gc
 import json
 import math
 import os
@@ -195,6 +196,21 @@ def test_checkpoints_of_earlier_programs(saved, capsys):
     file.write_bytes(file.read_bytes()[:-5] + b"damag")
     with pytest.raises(RunError, match=r"embed/c.1.2 cannot be decoded \(ValueError: Stored and computed checksum"):
         restore(saved)
+
+
+def test_many_that_are_damaged(saved, capfd):
+    """Of a checkpoint without checksums all metadata are nonsense: one line, and no traceback of another library."""
+    root = saved / "0000000020/zarr.json"
+    stored = json.loads(root.read_text())
+    del stored["attributes"]["metadata_crc32c"]
+    root.write_text(json.dumps(stored))
+    for file in saved.rglob("*/*/zarr.json"):
+        if file != root:
+            file.write_text("{}")
+    with pytest.raises(RunError, match=r"its metadata cannot be read \('node_type'\)$"):
+        restore(saved)
+    gc.collect()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # ---- what others have written ----------------------------------------------------------------------------------------

@@ -76,6 +76,16 @@ def stored(tmp_path, bpe):
 # ---------------------------------------------------------------- there and back
 
 
+def test_a_tokenizer_larger_than_any(tmp_path, bpe):
+    """300 bytes of metadata that say eight gigabytes: refused before they are allocated."""
+    save_dataset_tokenizer(zarr.open_group(tmp_path / "data", mode="w"), bpe)
+    assert load_dataset_tokenizer(tmp_path / "data").json == bpe.json
+    file = tmp_path / "data/tokenizer_json/zarr.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "shape": [2**33]}))
+    with pytest.raises(RunError, match="tokenizer_json has 8,589,934,592 bytes, expected at most"):
+        load_dataset_tokenizer(tmp_path / "data")
+
+
 def test_bytes():
     """An id is its byte plus 1, and 0 stands before a sequence; ids come back as the text that they were."""
     tokenizer = load_tokenizer("bytes_utf8")
