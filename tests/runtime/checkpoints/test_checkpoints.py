@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import random
 import re
 import resource
 import shutil
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.store import LocalStore
 from runtime.terminal import RunError
+from tools import checkpoint as checkpoint_tool
 
 
 def names(directory):
@@ -308,6 +310,70 @@ def test_what_is_no_file_is_damage(tmp_path, capsys, kind, name):
     NO_FILES[kind](tmp_path / "0000000020" / name)
     assert_same_bits(restore(tmp_path, (4, 2))[1], numpy_state(10))
     assert capsys.readouterr().err.startswith(f"passed over: checkpoint {tmp_path}/0000000020 ")
+
+
+def flip(path, draw):
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+# What happens to a file or a folder of a checkpoint; `other` is of the same kind, and has another content.
+DAMAGED = {
+    "removed": lambda path, other, draw: clear(path),
+    "of another step or place": lambda path, other, draw: (clear(path), copy(other, path)),
+    "link to another": lambda path, other, draw: (clear(path), path.symlink_to(other)),
+    "flipped": lambda path, other, draw: flip(path, draw),
+    "truncated": lambda path, other, draw: os.truncate(path, draw.randrange(path.stat().st_size)),
+    "longer": lambda path, other, draw: path.write_bytes(path.read_bytes() + draw.randbytes(9)),
+    "random": lambda path, other, draw: path.write_bytes(draw.randbytes(path.stat().st_size)),
+    **{kind: lambda path, other, draw, make=make: (clear(path), make(path)) for kind, make in NO_FILES.items()},
+}
+
+
+def clear(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def copy(path, to):
+    shutil.copytree(path, to) if path.is_dir() else shutil.copy(path, to)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *small.slow(*range(4, 150))])
+def test_any_damage(seed, tmp_path, capsys):
+    """Whatever is damaged in whatever way, the checkpoint before is restored, verify tells the damaged one, and its
+    step is saved again; neither a gigabyte is read nor what a link leads to changed."""
+    draw, memory = random.Random(seed), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for step in (10, 20):
+        save(tmp_path, step, numpy_state(step))
+    older, newest = tmp_path / "0000000010", tmp_path / "0000000020"
+    before = {path: path.read_bytes() for path in older.rglob("*") if path.is_file()}
+    paths = [newest, *sorted(newest.rglob("*"))]
+    path = draw.choice(paths)
+    kinds = [kind for kind in DAMAGED if not path.is_dir() or kind not in ("flipped", "truncated", "longer", "random")]
+    kind = draw.choice([kind for kind in kinds if kind != "folder" or path.is_file()])
+    others = [older / path.relative_to(newest)]
+    if path.is_file():
+        others += [other for other in paths if other.is_file() and other.read_bytes() != path.read_bytes()]
+    DAMAGED[kind](path, draw.choice(others), draw)
+    what = f"{path.relative_to(tmp_path)}: {kind}"
+    if not (path == newest and kind == "removed"):
+        with pytest.raises(SystemExit) as status:
+            checkpoint_tool.main(checkpoint_tool.LookAt(what="verify", path=str(tmp_path)))
+        said = capsys.readouterr().out
+        assert "0000000010: whole" in said and re.search("0000000020: (DAMAGED|incomplete)", said), what
+        assert status.value.code == ("DAMAGED" in said), what
+    checkpoints = open_checkpoints(tmp_path)
+    step, state = checkpoints.restore(like(numpy_state(), mesh_of(2, 2)))
+    assert step == 10, what
+    assert_same_bits(state, numpy_state(10))
+    checkpoints.save(20, put(numpy_state(21), mesh_of(4, 2)), {})
+    checkpoints.close()
+    step, state = open_checkpoints(tmp_path).restore(like(numpy_state(), mesh_of(2, 2)))
+    assert step == 20, what
+    assert_same_bits(state, numpy_state(21))
+    assert {path: path.read_bytes() for path in before} == before, what
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 * 1024, what
 
 
 def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
