@@ -7,6 +7,7 @@
 Opening never waits and reading has a limit: a pipe, a device or a sparse file is an error, like a missing file.
 """
 
+import contextlib
 import errno
 import math
 import os
@@ -90,8 +91,13 @@ def write_whole(path: Path, text: str) -> None:
     if path.is_dir():  # else the .part file would stay
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)  # a part that fills the disk is of no use
+        raise OSError(error.errno, error.strerror, str(path)) from error

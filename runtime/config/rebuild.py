@@ -59,7 +59,7 @@ def rebuild(
     """The config_class of a content, nested dicts. Raises RunError: all that is wrong with it.
 
     Sections are dataclasses, fields have the types of runtime/config/keys.py; a field `from_` is the key `from`.
-    dropped: as in runtime.config.keys.DROPPED_KEYS. is_derived: values were made of others, so that one bad value may be
+    dropped: as in runtime.config.keys.DROPPED_KEYS. is_derived: values were made of others, so one bad value may be
     several problems: the first one alone is said.
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it

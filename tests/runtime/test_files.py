@@ -1,6 +1,7 @@
 """runtime/files.py: only plain files of a bounded size are opened, without waiting; yaml raises one kind of error."""
 
 import os
+import resource
 
 import pytest
 import yaml
@@ -35,6 +36,19 @@ def test_a_folder_is_not_written_over(tmp_path, name):
     with pytest.raises(IsADirectoryError, match="Is a directory"):
         write_whole(tmp_path / name, "text")
     assert not [*tmp_path.iterdir(), *tmp_path.parent.glob("*.part")]
+
+
+def test_what_does_not_fit_is_not_half_written(tmp_path):
+    """The message names the file; what it was stays, and nothing beside it."""
+    (tmp_path / "page").write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/page'$"):
+            write_whole(tmp_path / "page", "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "page").read_text() == "before" and [*tmp_path.iterdir()] == [tmp_path / "page"]
 
 
 TEN, TWO = ("[" + ", ".join([f"{mark}{{}}"] * n) + "]" for mark, n in (("*", 10), ("*", 2)))
