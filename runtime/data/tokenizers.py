@@ -84,7 +84,7 @@ class Tokenizer:
         if not self.json:
             return 257
         # Not its number of tokens, since the ids may have holes.
-        return max(self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max([self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()]) + 1
 
     def encode_flat(self, texts: Sequence[bytes]) -> tuple[UInt32[np.ndarray, "tokens"], Int64[np.ndarray, "texts"]]:
         """The ids of all texts (UTF-8), one after another, and how many each text has."""

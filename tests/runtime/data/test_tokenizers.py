@@ -243,6 +243,13 @@ def test_a_text_that_a_tokenizer_panics_at(bpe):
     assert len(tokenizer.encode_batch(["a"])) == 1
 
 
+def test_a_tokenizer_without_a_vocabulary(tmp_path):
+    """It has no ids, but the one that stands before a text."""
+    (tmp_path / "empty.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    tokenizer = load_tokenizer(f"{tmp_path}/empty.json", bos_id=0)
+    assert tokenizer.vocab == 1 and [ids.tolist() for ids in tokenizer.encode_batch(["a"])] == [[]]
+
+
 @pytest.mark.parametrize("field, value", [
     ("name", 3), ("bos_id", "0"), ("bos_id", -1), ("bos_id", True), ("bos_id", None), ("json", []),
     ("chat_template", {}), ("special_tokens", {"eos_token": 3}), ("special_tokens", []), ("special_tokens", None),
