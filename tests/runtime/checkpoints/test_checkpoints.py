@@ -174,7 +174,7 @@ def test_a_linked_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("owner, verb, what", [
     (LocalStore, "read", "/0000000020 cannot be opened"), (LocalStore, "names", " cannot be listed"),
-    (zarr, "open_group", "/0000000020 cannot be opened"),
+    (zarr, "open_array", "/0000000020 cannot be opened"),
 ])  # fmt: skip
 def test_a_store_that_denies_is_an_error(tmp_path, monkeypatch, owner, verb, what):
     """An error of the machine (a permission; too few open files for zarr) stops the run: passing over a good
