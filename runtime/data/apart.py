@@ -7,6 +7,7 @@ costs no more than a message.
 """
 
 import json
+import math
 import os
 import resource
 import signal
@@ -103,11 +104,21 @@ def build(text: str) -> None:
     limit(BYTES + 64 * len(text), SECONDS + len(text) // 2**20)  # a megabyte takes 0.1 s
     backend = tokenizers.Tokenizer.from_str(text)
     backend.no_padding()
+    for part in ("normalizer", "decoder"):
+        if (most := most_for_one(json.loads(text).get(part))) > MOST_IDS:
+            raise ValueError(f"its {part} may write {most} characters for one")
     for sample in ("", "a b"):
         ids = backend.encode(sample, add_special_tokens=True).ids
         if len(ids) > MOST_IDS:
             raise ValueError(f"it makes {len(ids)} ids of {len(sample)} characters")
         backend.decode(ids)
+
+
+def most_for_one(part: Any) -> int:
+    """To how many characters the replacements in a part of tokenizer.json may turn one, if each takes the last's."""
+    inner = part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+    written = [part[key] for key in ("content", "prepend") if isinstance(part, dict) and isinstance(part.get(key), str)]
+    return math.prod(max(len(text), 1) for text in written) * math.prod(map(most_for_one, inner))
 
 
 def limit(size: int, seconds: int) -> None:

@@ -210,6 +210,7 @@ def test_refused(tmp_path):
         assert_refuses(message, load_tokenizer, str(name), bos_id=bos_id)
 
 
+GROWS = [{"type": "Replace", "pattern": {"String": old}, "content": 100 * new} for old, new in ("éa", "ab")]
 NORMALIZER = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
 
 
@@ -218,7 +219,8 @@ NORMALIZER = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
     ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "PanicException: chunk size must be non-zero"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 3, "stop": 5}}, "PanicException: index out of bounds"),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "Exception: Token `b` out of vocabulary"),
-    ({"normalizer": {"type": "Replace", "pattern": {"Regex": "[ab]"}, "content": "xq" * 999}}, "ValueError: it makes "),
+    ({"normalizer": {"type": "Replace", "pattern": {"Regex": "[ab]"}, "content": "x" * 999}}, "ValueError: it makes "),
+    ({"normalizer": {"type": "Sequence", "normalizers": GROWS}}, "ValueError: its normalizer may write 10000 "),
 ])  # fmt: skip
 def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
     """The package's Rust ends its process, or panics, or a letter becomes a thousand ids: a message costs no more; of a
