@@ -1,6 +1,7 @@
 """Published weights to a checkpoint and back, whatever files they come in, and what is refused."""
 
 import json
+import resource
 import shutil
 import sys
 import types
@@ -151,6 +152,20 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
     assert status == 1 and "there is no folder nobody/nothing, and it cannot be downloaded" in printed
     status, printed = run(GOLDEN / "llama", folder)
     assert status == 1 and "is not empty: give a new folder" in printed
+
+
+def test_a_disk_that_is_full(run, tmp_path):
+    """One line that names the folder and the cause, in and out; nothing is left of the folder."""
+    assert run(GOLDEN / "llama", tmp_path / "in")[0] == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for source in (GOLDEN / "llama", tmp_path / "in"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            status, printed = run(source, tmp_path / "to")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert status == 1 and printed.count("\n") == 1 and f"{tmp_path}/to" in printed and "File too large" in printed
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
 @pytest.mark.parametrize("path", ["runs/frist", "runs/first/checkpoints/0000000010", "frist", "./no/where"])
