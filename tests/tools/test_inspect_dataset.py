@@ -236,3 +236,11 @@ def test_weights_are_shown_and_checked(tmp_path, capsys):
     with pytest.raises(RunError, match="1 violation of the format"):
         tool.main(tool.InspectDataset(path=str(path), verify=True))
     assert "weight[3] is -2.0, expected a finite number, 0 or more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["7", "[]", '"group"', '{"zarr_format": 3, "node_type": "group", "attributes": 5}'])
+def test_metadata_of_another_kind(data, capsys, content):
+    """Whatever JSON stands in zarr.json: one line."""
+    (data / "zarr.json").write_text(content)
+    status, lines, printed = inspect(capsys, data)
+    assert status == 1 and printed.startswith("error: ") and len(lines) == 1
