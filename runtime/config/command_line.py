@@ -105,8 +105,7 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
         leave(141)
     except refusals() as error:
-        is_open = isinstance(error, OSError) and error.filename is None
-        print_error(f"standard output, or another open file, fails: {error}" if is_open else error)
+        print_error(_said(error))
         leave(1)
     except Refused:
         leave(1)
@@ -115,6 +114,11 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         leave(130)
     finally:
         sys.argv[1:] = arguments
+
+
+def _said(error: Exception) -> Exception | str:
+    is_open = isinstance(error, OSError) and error.filename is None
+    return f"standard output, or another open file, fails: {error}" if is_open else error
 
 
 def load(config_class: type[C], config_name: str | None = None, overrides: Sequence[str] = ()) -> C:
@@ -158,7 +162,7 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
         except BrokenPipeError:
             raise
         except refusals() as error:
-            print_error(error)
+            print_error(_said(error))
             if node.mode != RunMode.MULTIRUN:
                 leave(1)
             raise Refused from None
