@@ -491,7 +491,11 @@ B/d M, M -> B/d | y[: x.shape[0]] | makes a dim of the size of a device's part
 B/d M, M -> B/d M | x * jnp.max(lax.dynamic_slice(y, (0,), (x.shape[0],)))
     | makes a dim of the size of a device's part
 B/d M, M -> B/d M | x * jnp.max(lax.top_k(y, x.shape[0])[0])
-    | 'top_k' with k=16/d
+    | 'top_k' makes a dim of the size of a device's part, 16/d
+B/d M | lax.reduce_window(x, 0.0, lax.add, (1, x.shape[0]), (1, 1), 'SAME') | with window_dimensions=16/d, which depends
+B/d M | lax.reduce_window(x, 0.0, lax.add, (1, 1), (1, 1), ((0, 0), (x.shape[0], -x.shape[0])))
+    | with padding=16/d, which depends on how many devices
+B/d M | lax.pad(x, 0.0, [(0, 0, 0), (x.shape[0], -x.shape[0], 0)]) | 'pad' with padding_config=16/d, which depends
 B/d M | x * (2.0 if x.shape[0] - 4 else 1.0) | is another number on each mesh
 B/d M | x * {16: 1.0, 4: 2.0}.get(x.shape[0], 3.0) | 16/d, compared, divided, counted or looked up
 B/d M | x * (hash(x.shape) % 7) | 16/d, compared, divided, counted or looked up

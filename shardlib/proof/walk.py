@@ -23,8 +23,9 @@ GRAD = (
 )
 # Operations with a function that goes from scalars to a scalar.
 _WITH_FUNCTION = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"}
-# Parameters that may be the size of a part: their rules look at them.
+# Parameters that may be the size of a part, since their rules look at them, and those that say a shape.
 _ASKED_FOR = {("scan", "length"), ("conv_general_dilated", "feature_group_count")}
+_SHAPES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
 _NOT_SEEN = {"pallas_call", "custom_call", "ffi_call", "shard_map", "new_ref"}
 _TANGENTS = "its tangents"
 
@@ -109,9 +110,6 @@ class Walk:
         name, params = eqn.primitive.name, eqn.params
         if name == "dim_as_value":
             return [State((), sized=True)]
-        for key, value in params.items():
-            if is_part(value) and (name, key) not in _ASKED_FOR:
-                raise ShardingError(f"'{name}' with {key}={shown(value)}, which depends on how many devices there are")
         stack = str(eqn.source_info.name_stack)
         if not self.backward and ("jvp(" in stack or "transpose(" in stack):
             raise ShardingError(GRAD)
@@ -133,7 +131,12 @@ class Walk:
             raise ShardingError(
                 f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"
             )
-        return apply(Equation(eqn, states, self.check.parts, unreduced=self.backward))
+        results = apply(Equation(eqn, states, self.check.parts, unreduced=self.backward))
+        for key, value in params.items():
+            sized = () if key in _SHAPES or (name, key) in _ASKED_FOR else filter(is_part, jax.tree.leaves(value))
+            for size in sized:
+                raise ShardingError(f"'{name}' with {key}={shown(size)}, which depends on how many devices there are")
+        return results
 
     def linear_solve(self, eqn, states):
         """jnp.linalg.solve: the result is what `solve` makes; its transpose is walked with the gradient's states."""
