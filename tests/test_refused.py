@@ -495,6 +495,7 @@ B/d M, M -> B/d M | x * jnp.max(lax.top_k(y, x.shape[0])[0])
 B/d M | lax.reduce_window(x, 0.0, lax.add, (1, x.shape[0]), (1, 1), 'SAME') | with window_dimensions=16/d, which depends
 B/d M | lax.reduce_window(x, 0.0, lax.add, (1, 1), (1, 1), ((0, 0), (x.shape[0], -x.shape[0])))
     | with padding=16/d, which depends on how many devices
+B/d M, M M -> M M | jnp.rot90(y, x.shape[0]) | what is computed must not depend on the size of a device's part
 B/d M | lax.pad(x, 0.0, [(0, 0, 0), (x.shape[0], -x.shape[0], 0)]) | 'pad' with padding_config=16/d, which depends
 B/d M | x * (2.0 if x.shape[0] - 4 else 1.0) | is another number on each mesh
 B/d M | x * {16: 1.0, 4: 2.0}.get(x.shape[0], 3.0) | 16/d, compared, divided, counted or looked up
@@ -702,7 +703,7 @@ B M/t -> B 8/t 8 | jnp.swapaxes(x.reshape(16, 8, -1), 1, 2) | 'reshape' makes a 
 N B/d M -> Z/d M | x.reshape(-1, 64) | 'reshape' merges into the one before it a dim that is split over d
 B/d M | x.T.reshape(x.shape) | 'reshape' merges into the one before it a dim that is split over d
 B/d M | jnp.tril(x) | positions that each device counts from 0
-B M/t -> B F/t | jax.nn.glu(x) | 'glu' (split) changes the length of a dim that is split over t
+B M/t -> B F/t | jax.nn.glu(x) | must not depend on the size of a device's part
 B M/t -> B F/t | x[:, : x.shape[1] // 2] | 'gather' indexes a dim that is split over t
 B/d M -> 32/d M | jnp.tile(x, (2, 1)) | 'tile' changes the length of a dim that is split over d
 B/d M | jax.random.permutation(jax.random.key(0), x) | the size of a device's part is asked for as a number

@@ -171,6 +171,9 @@ def _asked(name: str, method: Callable):
                     raise
         if name == "__index__":
             raise refused(f"{NUMBER}\n  at {users_line()}") if by_user else TypeError(NUMBER)
+        # JAX would say that 16/d % 4 is 0.
+        if name == "__mod__" and not by_user and isinstance(other[0], int) and other[0] != 1:
+            raise InconclusiveDimensionOperation(f"{size} % {other[0]}")
         if not by_user:
             return method(size, *other)
         raise refused(
