@@ -833,9 +833,8 @@ class Beams:
 
     def __init__(self, beams: int, tokens: int, length_penalty: float, ends: np.ndarray):
         self.beams, self.most, self.length_penalty, self.ends = beams, tokens, length_penalty, ends
-        self.running: Sequence[Drawn] = [Drawn([], [])] + [Drawn([], [-1e9])] * (
-            beams - 1
-        )  # so that the first beam alone goes on
+        # At first all beams are the same text: only the first one goes on.
+        self.running: Sequence[Drawn] = [Drawn([], [])] + [Drawn([], [-1e9])] * (beams - 1)
         self.finished: list[tuple[float, Drawn]] = []
         self.is_over = False
 

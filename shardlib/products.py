@@ -97,9 +97,8 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
     low = Spec((*kept, Dim("N")), result.pending)
     dropped = x if w.drop is None else w.drop(str(of_x), x)
-    thin = checkpoint_name(
-        shardops.einsum_unreduced(f"{of_x}, {a} -> {low}", dropped, w.a), SAVED
-    )  # spares the product with a
+    thin = shardops.einsum_unreduced(f"{of_x}, {a} -> {low}", dropped, w.a)
+    thin = checkpoint_name(thin, SAVED)  # spares the product with a
     change = shardops.einsum_unreduced(f"{low}, {b} -> {result}", thin, w.b, x_is_thin=True, **jnp_kwargs)
     return shardops.einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
 
