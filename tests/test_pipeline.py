@@ -125,7 +125,7 @@ WRONG = {
     'the first stage keeps its results': ('(index == 0) & (piece == 0), dx', '(index == 1) & (piece == 0), dx'),
     'idle stages count': ('jnp.where(is_item, dy, 0)', 'dy'),
     'idle stages count in the loss': ('is_item.astype(jnp.float32)', 'jnp.float32(1)'),
-    'idle stages are seen': ('jnp.where(is_item, each, 0)', 'each'),
+    'idle stages are seen': ('jnp.where(is_item, new, 0)', 'new'),
     'the head has the microbatch before': ('place(i - (p - 1))', 'place(i - p)'),
     'the gradient of the head is for all': ('(index == p - 1)[:, None, None, None]',
      '(index >= 0)[:, None, None, None]'),
