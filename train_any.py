@@ -908,7 +908,7 @@ def main(config: Config) -> None:
     task = task_of(config)
     read = reader(config, task)
     mesh = start(config)
-    with ThreadPoolExecutor(config.io.max_io_threads) as pool:
+    with jax.set_mesh(mesh), ThreadPoolExecutor(config.io.max_io_threads) as pool:
         source = config.initial_weights and huggingface.open_weights(config.initial_weights, pool)
         is_part = bool(jax.tree.leaves(task.State.weights.frozen))
         about = {'family': name_of(task.family), 'published': source and source.config}
@@ -921,7 +921,7 @@ def main(config: Config) -> None:
             return source.checkpoint.path, read and (lambda like: read(source, config.model, like, pool))
 
         score = scorer_of(config, task, special_id)
-        with jax.set_mesh(mesh), Run(config, task.Batch, first_weights, about, score) as run:
+        with Run(config, task.Batch, first_weights, about, score) as run:
             special_id = run.data.bos_id if task.family.KIND == 'decoder' else special_id
             step, validate = mapped_steps(config, special_id)
             state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
