@@ -56,9 +56,9 @@ on_mesh = functools.partial(published.on_mesh, p=1)
 
 def config_of(model, d=1, t=1, training=TRAINING, e=1, **keys):
     """A resolved config, as far as the step reads it."""
-    given = {"lora": train_any.Lora(), "train": None, "initial_adapter": None, "context": "auto", "fp8": False, **keys}
+    given = {"lora": train_any.Lora(), "train": None, "initial_adapter": None, "context": "auto", "fp8": False}
     given |= {"mesh": train_any.Mesh(d=d, t=t, e=e), "masking": train_any.Masking()}
-    return types.SimpleNamespace(model=model, training=training, **given)
+    return types.SimpleNamespace(model=model, training=training, **given | keys)
 
 
 def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0, read=None):
