@@ -426,7 +426,8 @@ class Author:
 
     def letter(self, size, taken=()):
         """A name for a dim of this size, none that the value has already."""
-        known = [name for name, other in self.sizes.items() if other == size and name not in taken]
+        free = [name for name in self.sizes if name.isupper() and name not in taken]  # a block's size is a mesh's own
+        known = [name for name in free if self.sizes[name] == size]
         name = known[0] if known else next(name for name in "BLMFVHKQRSCEGNPUWXYZ" if name not in self.sizes)
         self.sizes[name] = size
         return name
@@ -513,10 +514,13 @@ def redistribute(a):
 
 def contract(a):
     v = a.value()
-    # Now and then the new dim is split over an axis that splits another one: each device has but one pair of parts.
-    shared, new = [dim for dim in v.dims if not a.chance(3)], a.dim(letters(v.dims), AXES if a.chance(8) else v.free)
+    # Now and then the new dim is split over an axis that is taken, and summed: each device has but one pair of parts.
+    new = a.dim(letters(v.dims), AXES if a.chance(8) else v.free)
+    beside = [dim for dim in v.dims if set(dim[1]) & set(new[1])]
+    shared = [dim for dim in v.dims if dim not in beside and not a.chance(3)]
     w = a.parameter([*shared, new])
-    summed = [dim for dim in shared if a.chance(2)] + [new] * a.chance(8)
+    is_summed = a.chance(8) or not set(new[1]) <= set(v.free)
+    summed = [dim for dim in shared if a.chance(2)] + beside + [new] * is_summed
     dims = [dim for dim in (*v.dims, new) if dim not in summed]
     pending = "".join(sorted({*v.pending, *(axis for _, axes in summed for axis in axes)}))
     a.put(f"shardops.einsum_unreduced('{v}, {w} -> {spec(dims, pending)}', {v.name}, {w.name})", dims, pending)
