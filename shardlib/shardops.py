@@ -94,10 +94,15 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
       results: how many the string must have; None, any number.
       dtype: the result's, where the caller chooses it.
     """
-    text, axes, options = as_text(text), mapped_axes(), dict(options or {})
-    sizes = {name: int(size) for name, size in (sizes or {}).items()}
-    where = functools.partial(_where, plan.__name__.lstrip("_"), text, operands)
+    name, axes, options, check = plan.__name__.lstrip("_"), mapped_axes(), dict(options or {}), marks.current()
+    with located(lambda: f"  at {users_line()} in shardops.{name}"):
+        text = as_text(text)
+    where = functools.partial(_where, name, text, operands)
     with located(where):
+        if check is not None and check.is_local:
+            raise ShardingError("an operation with a string in a function that is local to a device: call it outside")
+        operands = tuple(map(_array, operands))
+        sizes = {name: _size(name, size) for name, size in (sizes or {}).items()}
         recipe, planned = _planned(plan, text, len(operands), results, tuple(axes.items()))
         shapes = _result_shapes(recipe, planned, operands, sizes, axes, text)
     if planned.sizes:
@@ -106,8 +111,8 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
         run = _declared(recipe, planned.run, where) if planned.calls else planned.run
         return run(*operands, **options)
 
-    dtypes, sealed = [jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))], None
     with located(where):
+        dtypes, sealed = [jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))], None
         _require_meaning(recipe, planned, operands, options, dtypes[0])
         if planned.calls:
             of_one_device = _planned(plan, text, len(operands), results, tuple(dict.fromkeys(axes, 1).items()))[1]
@@ -149,6 +154,8 @@ def _planned(plan, text, operands, results, axes) -> tuple[Recipe, Plan]:
             "called outside of shard_map: there are no mesh axes here\n"
             "  fix: call it inside a function under typed_shard_map"
         )
+    if not operands and "->" in text:
+        raise ShardingError("the call lacks the operands of the string")
     recipe = parse_operation(text, operands, results) if operands else Recipe((), (parse(text),))
     for spec in (*recipe.operands, *recipe.results):
         spec.require_mesh_order(tuple(axes))
@@ -158,6 +165,17 @@ def _planned(plan, text, operands, results, axes) -> tuple[Recipe, Plan]:
             if dim.name == "..." and name != "sum_unreduced":
                 raise ShardingError("'...' is for sum_unreduced alone: name the dims")
     return recipe, plan(recipe, axes)
+
+
+def _array(x):
+    return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+
+
+def _size(name, size) -> int:
+    """The size of a dim that a call says."""
+    if isinstance(size, float | str) or int(size) < 0:
+        raise ShardingError(f"{name}={size!r}: expected a whole number that is not below 0")
+    return int(size)
 
 
 def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
@@ -470,7 +488,7 @@ def pmax(recipe, axes):
     def run(x):
         return largest.run(_undifferentiated(f"{recipe.operands[0]} -> {recipe.result}", users_line(), x))
 
-    return Plan(run, largest.moves)
+    return Plan(run, largest.moves, dtype=_with_an_order)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -481,6 +499,12 @@ def _undifferentiated(spec, line, x):
 @_undifferentiated.defjvp
 def _refuse_gradient(spec, line, primals, tangents):
     raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  at {line} in shardops.pmax('{spec}')")
+
+
+def _with_an_order(dtype):
+    if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise ShardingError(f"values of {dtype} have no order, and so no largest one")
+    return dtype
 
 
 def _largest(recipe, axes, largest):
@@ -523,7 +547,7 @@ def argmax(recipe, axes):
         is_here = largest == lax.pmax(largest, names)
         return lax.pmin(jnp.where(is_here, place, jnp.iinfo(jnp.int32).max), names)
 
-    return Plan(run, moves, dtype=lambda dtype: jnp.int32)
+    return Plan(run, moves, dtype=lambda dtype: _with_an_order(dtype) and jnp.int32)
 
 
 @operation
@@ -602,7 +626,7 @@ def ppermute(spec: str | bytes, x, shift: int):
     `regroup('B/d L/c -> B/d c/c l', x)` makes such a dim of each device's part.
     Sends: x bytes; as much in the backward pass.
     """
-    if isinstance(shift, jax.Array):
+    if isinstance(shift, jax.Array) or not hasattr(shift, "__index__"):
         raise ShardingError(f"ppermute: shift is a plain int, not {shift!r}\n  at {users_line()}")
     return operate(_ppermute, spec, (x,), dict(shift=shift))
 
@@ -628,7 +652,9 @@ def _ppermute(recipe, axes):
 
 
 # -- Nothing is sent ---------------------------------------------------------------------------------------------------
-def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: bool = False, **jnp_kwargs):
+def einsum_unreduced(
+    spec: str | bytes, x, y, *, precision=None, preferred_element_type=None, rounded_to=None, x_is_thin: bool = False
+):
     """`jnp.einsum` of two operands. A contraction over a dim that is split over t leaves the result pending, '+t'.
 
         einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
@@ -638,12 +664,13 @@ def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: boo
         they are.
       x_is_thin: y's gradient is computed as x · gradient, not, as JAX does, as gradient · x: of the two XLA:CPU
         transposes the first, and computes anew what was fused into it.
-      jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the
-        gradient's products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the
-        rate of that). An operand that is not differentiated costs no product.
+      precision, preferred_element_type: of jnp.einsum. With preferred_element_type=float32 of bfloat16 operands the
+        sums stay in float32; the gradient's products are in bfloat16 too (JAX would take the result's gradient in
+        float32, and multiply at the rate of that). An operand that is not differentiated costs no product.
     """
-    options = dict(rounded_to=rounded_to, x_is_thin=x_is_thin, **jnp_kwargs)
-    dtype = jnp_kwargs.get("preferred_element_type") or rounded_to or jnp.result_type(x, y)
+    how = dict(precision=precision, preferred_element_type=preferred_element_type)
+    options = dict(rounded_to=rounded_to, x_is_thin=x_is_thin, how=how)
+    dtype = preferred_element_type or rounded_to or jnp.result_type(x, y)
     return operate(_einsum_unreduced, spec, (x, y), options, dtype=dtype)
 
 
@@ -651,13 +678,13 @@ def _einsum_unreduced(recipe, axes):
     equation = _equation(recipe, axes)
     words, result = equation.split("->")[0].split(","), equation.split("->")[1]
 
-    def run(x, y, rounded_to, x_is_thin, **jnp_kwargs):
+    def run(x, y, rounded_to, x_is_thin, how):
         def product(x, y):
             if rounded_to is not None:
                 x, y = x.astype(rounded_to), y.astype(rounded_to)
-            return jnp.einsum(equation, x, y, **jnp_kwargs)
+            return jnp.einsum(equation, x, y, **how)
 
-        as_they_are = rounded_to is None and jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype
+        as_they_are = rounded_to is None and (how["preferred_element_type"] or x.dtype) == x.dtype
         if (x.dtype != y.dtype or as_they_are) and not x_is_thin:
             return product(x, y)
 

@@ -158,7 +158,10 @@ class Recipe:
 
 def as_text(text: str | bytes) -> str:
     """`f32[b'...']` is `f32['...']`: published programs write bytes, since typeguard evaluates strings."""
-    return text.decode() if isinstance(text, bytes) else text
+    text = text.decode() if isinstance(text, bytes) else text
+    if not isinstance(text, str):
+        raise ShardingError(f"{text!r} is no string such as 'B/d M', or 'B/d M -> B M' of an operation")
+    return text
 
 
 @functools.cache

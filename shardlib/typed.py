@@ -38,10 +38,9 @@ def typed(function):
         if a local is annotated without a value; at a call, for what contradicts an annotation.
       typeguard.TypeCheckError: for annotations that are not of sharded arrays.
     """
-    if hasattr(function, "__wrapped__") or not isinstance(function, types.FunctionType):
-        raise ShardingError(
-            f"@typed stands next to `def`, under the other decorators of {getattr(function, '__name__', function)}"
-        )
+    name = getattr(function, "__name__", function)
+    if hasattr(function, "__wrapped__") or not isinstance(function, types.FunctionType) or name == "<lambda>":
+        raise ShardingError(f"@typed stands next to `def`, under the other decorators of {name}")
     return _check_call(_rewritten(function))
 
 

@@ -188,6 +188,9 @@ M | x * jnp.ldexp(jnp.ones(64), jnp.zeros(64, int))
 V M, i32 B/d -> B/d M | x[y]
 B/d M, i32 B/d -> 8 M
     | shardops.psum('8 M +d -> 8 M', shardops.einsum_unreduced('B/d 8, B/d M -> 8 M +d', jax.nn.one_hot(y, 8), x))
+# Numbers of Python as operands
+'' | shardops.psum('+d -> ', shardops.pending(' -> +d', 2.0)) * x
+B/d | shardops.psum('B/d +t -> B/d', shardops.einsum_unreduced('B/d, +t -> B/d +t', x, shardops.pending(' -> +t', 2.0)))
 # Means and gradients
 B/d -> '' | shardops.psum('+d -> ', total(x) / (x.shape[0] * shardops.axis_size('d')))
 B/d, B/d -> '' | shardops.psum('+d -> ', total(x) / shardops.psum('+d -> ', total(jnp.abs(y))))

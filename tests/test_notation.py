@@ -94,6 +94,9 @@ A sum over all rows does not depend on it | B/d -> 2
     shardops.regroup('B/d -> 2 R/d', x))) | accepted
 **Random numbers** | M/d | x * jax.random.normal(jax.random.key(0), x.shape) | accepted
 **What is inside `local`** | M/d | shardops.local('M/d -> M/d', lambda x: x / jnp.sum(x), x) | accepted
+No operation with a string stands in it | M/d
+    | shardops.local('M/d -> M/d', lambda x: shardops.slice('M -> M/d', shardops.all_gather('M/d -> M', x)), x)
+    | an operation with a string in a function that is local to a device: call it outside
 numbers that are not finite | M | shardops.psum('M +t -> M', shardops.pending('M -> M +t', x) / jnp.zeros(64))
     | accepted
 and the mathematics | M/d | x.astype(jnp.bfloat16).astype(jnp.float32) | accepted

@@ -438,7 +438,7 @@ B/d M, N M -> B/d | diagonal(x @ jnp.concatenate([shardops.all_gather('B/d M -> 
 B/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x) | each device would pair them by its own index
 B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | each device would pair them by its own index
 u32 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float32))
-    | which is not linear, of a value that is pending over d
+    | makes float32 of a value that is pending over d, uint32: whole numbers may wrap around
 B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0])
     | 'reshape' makes a minor dim of a dim that is made to the size of a device's part
 B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are
@@ -555,7 +555,7 @@ B M | sum(jnp.split(x, shardops.axis_size('d'))) | the number of devices along d
 B/d | x * caught(lambda: len(range(x.shape[0]))) | the size of a device's part is asked for as a number
 # Terms that are whole numbers wrap around where their sum does not
 i32 B/d M -> M | shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x).astype(jnp.float32))
-    | 'astype' (convert_element_type), which is not linear, of a value that is pending over d
+    | fix: convert before the sum, or reduce it first
 # Rules for gradients: the value of the forward rule
 M | own_rule(lambda x: jnp.sin(x), lambda x: (jnp.cos(x), x), lambda r, g: (g * jnp.cos(r),))(x)
     | the forward rule of a jax.custom_vjp has another value than its function
@@ -584,7 +584,7 @@ i32 B/d M -> '' | shardops.psum('+d -> ', shardops.einsum_unreduced('M +d, M -> 
     | each term of a sum, int32, would be rounded to float32
 i32 B/d M -> '' | shardops.psum('+d -> ', jnp.dot(owed_over_d(x), jnp.ones(64, jnp.int32),
     preferred_element_type=jnp.float32))
-    | 'dot_general' makes float32 of a value that is pending over d, int32: terms that are whole numbers may wrap around
+    | 'dot_general' makes float32 of a value that is pending over d, int32: whole numbers may wrap around
 i32 B/d M -> i32 | shardops.psum('+d -> ', shardops.sum_unreduced('M +d -> +d', bytes_over_d(x)))
     | each term of a sum, int8, would be rounded to int32, or wrap: reduce first
 i32 B/d M -> i32 M | shardops.psum('M +d -> M', jnp.dot(bytes_over_d(x), jnp.eye(64, dtype=jnp.int8),
@@ -608,7 +608,18 @@ M | shardops.local('M -> M', lambda v: v * shardops.index('d')[0].astype(jnp.flo
     | a function that is local to a device asks for the number of devices along d, or the index there
 M | shardops.local('M -> M', lambda v: v * shardops.axis_size('d'), x)
     | a function that is local to a device asks for the number of devices along d, or the index there
+M | shardops.local('M -> M', lambda v: shardops.slice('M -> M/t', v), x)
+    | an operation with a string in a function that is local to a device: call it outside
+# Arguments of operations that would mean something else, or nothing
 d/d M | shardops.ppermute('d/d M -> d/d M', x, shardops.index('d')[0]) | shift is a plain int
+d/d M | shardops.ppermute('d/d M -> d/d M', x, 1.0) | shift is a plain int, not 1.0
+M -> M 2 | shardops.zeros('M 2', f32)[:, :shardops.zeros('Z', f32, Z=2.5).size]
+    | Z=2.5: expected a whole number that is not below 0
+B/d L -> B/d 2 S | shardops.regroup('B/d L -> B/d H S', x, H=-2) | H=-2: expected a whole number that is not below 0
+M/t -> '' | jnp.abs(shardops.pmax('M/t -> ', lax.complex(x, x))) | values of complex64 have no order
+M/t -> i32 | shardops.argmax('M/t -> ', lax.complex(x, x)) | values of complex64 have no order
+M/t -> M | shardops.zeros('M/t -> M', f32) | the call lacks the operands of the string
+M/t -> M | shardops.all_gather(x, x) | is no string such as 'B/d M'
 # Truth values
 bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | the element type is int32
 # Decisions and loops that differ from device to device
@@ -807,7 +818,7 @@ jnp.where(u > 0, u, 0.0) | 'gt', which is not linear
 jnp.where(jnp.arange(64)[None] > 3, u, 1.0) | 'where' \(select_n\) of a value that is pending over t and one that is not
 u.at[:, :1].set(1.0) | '(scatter|dynamic_update_slice)'
 jnp.pad(u, ((0, 0), (1, 0)), constant_values=1.0)[:, 1:] | 'pad' of a value that is pending over t and one that is not
-jnp.arange(64, dtype=jnp.float32)[u.astype(jnp.int32)] | 'astype' \(convert_element_type\), which is not linear
+jnp.arange(64, dtype=jnp.float32)[u.astype(jnp.int32)] | 'astype' \(convert_element_type\) makes int32 of a value
 jax.nn.softmax(u, axis=1) | 'softmax' \(reduce_max\), which is not linear
 jnp.cumprod(u, axis=1) | 'cumprod', which is not linear
 jnp.concatenate([u[:, :3], jnp.ones_like(u[:, 3:])], axis=1)

@@ -115,6 +115,7 @@ first(changed, 0)
     | dim layers of 'layers F' is 4, but layers is 2 in 'layers M F' against argument w of first .*layers/b
 first(weights.layers, 0) | expected Weights, got Layer against argument w of first
 typed(wrapped) | @typed stands next to `def`, under the other decorators of product
+typed(lambda x: x) | @typed stands next to `def`, under the other decorators of <lambda>
 typed(made) | @typed needs the source of made, which Python's own prompt does not keep: define it in a file, a notebook
 """)
 

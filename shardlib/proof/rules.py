@@ -159,13 +159,15 @@ def _pending(equation: Equation) -> frozenset[str]:
     zeros = {index for index, state in enumerate(states) if state.zero}
     for axis in sorted(axes):
         holding = {index for index, state in enumerate(states) if axis in state.pending}
-        if name in BILINEAR:
+        if name in BILINEAR or LINEAR.get(name) is _cast:
             dtypes = [variable.aval.dtype for variable in (equation.eqn.invars[min(holding)], *equation.eqn.outvars)]
             if not sums_stay_sums(*dtypes):
                 raise ShardingError(
-                    f"'{name}' makes {dtypes[1]} of a value that is pending over {axis}, {dtypes[0]}: terms that are "
-                    "whole numbers may wrap around where their sum does not\n  fix: reduce it first"
+                    f"'{name}' makes {dtypes[1]} of a value that is pending over {axis}, {dtypes[0]}: whole numbers "
+                    "may wrap around, and others be rounded, where their sum is not\n  fix: convert before the sum, or "
+                    "reduce it first"
                 )
+        if name in BILINEAR:
             if len(holding) == 1 and (name != "ragged_dot_general" or holding <= {0, 1}):
                 continue
             raise ShardingError(
