@@ -37,7 +37,6 @@ from models.context import Context, context_of
 from models.dropout import Dropout
 from models.experts import Routing
 from models.layers import act, stored
-from models.mesh import devices_along
 from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
@@ -438,7 +437,7 @@ def no_routing(spec: str, E: int, **sizes: int) -> Routing | None:
 
 def row_numbers(batch: Any, spec: str) -> jax.Array:
     """The numbers in the whole batch of a device's rows, u32['B/b']; `spec` says how the rows are split."""
-    count = batch.targets.shape[0] * devices_along('prde' if '/p' in spec else 'rde')
+    count = batch.targets.shape[0] * shardops.axis_size('b') * (shardops.axis_size('p') if '/p' in spec else 1)
     return shardops.slice(f'B -> {spec}', jnp.arange(count, dtype=jnp.uint32))
 
 

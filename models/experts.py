@@ -16,7 +16,6 @@ from jax import lax
 
 from jax_extra import save_for_backward
 from models.layers import act, reduce_residual
-from models.mesh import devices_along
 from shardlib import shardops
 from shardlib.products import Adapted, Quantized, product
 from shardlib.shardtypes import f32, i32, pytree_dataclass
@@ -49,7 +48,7 @@ def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Rout
     if model.weights_add_to_one:
         weight = weight / shardops.sum_unreduced('B/b L/c X -> B/b L/c', weight)[..., None]
 
-    tokens = x.shape[0] * x.shape[1] * devices_along('rdce')
+    tokens = x.shape[0] * x.shape[1] * shardops.axis_size('b') * shardops.axis_size('c')
     took = jax.nn.one_hot(choice, E, dtype=jnp.float32)
     load = shardops.sum_unreduced('B/b L/c X E -> E +b +c', took) / (tokens * model.experts_per_token)
     load = shardops.psum('E +b +c -> E', load)
@@ -129,7 +128,7 @@ def experts_with_capacity(
     types = 'E B/b C/c M/t, B/b L/c X, B/b L/c X -> B/b L/c M/t'
     y = shardops.local(types, combine, back, weight, slot)
     lost = shardops.sum_unreduced('B/b L/c X -> +b +c', lost)
-    choices = x.shape[0] * length * model.experts_per_token * devices_along('rde')
+    choices = x.shape[0] * length * model.experts_per_token * shardops.axis_size('b')
     return y, lost / choices
 
 

@@ -10,7 +10,6 @@ types name.
 An axis of one device sends nothing. With it absent the check could not see what is forgotten along it.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ import jax
 import numpy as np
 
 from runtime.config.keys import Count
-from shardlib import shardops
 from shardlib.shardtypes import make_shardings
 from shardlib.spec import groups
 
@@ -32,11 +30,6 @@ class Mesh:  # in the order of its axes: neighbours along the last one are neare
     c: Count = 1  # context: the positions of a row, and weights as over d
     e: Count = 1  # experts; rows and all other weights as over d
     t: Count = 1  # within matrices: heads, d_ff and the vocabulary
-
-
-def devices_along(axes: str) -> int:
-    """The number of devices along several axes together, 'rde'."""
-    return math.prod(map(shardops.axis_size, axes))
 
 
 def placed(tree: Any, type_: Any) -> Any:

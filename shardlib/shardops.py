@@ -53,7 +53,7 @@ from shardlib.shardtypes import (
     remember,
     require_divisible,
 )
-from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, located, parse, parse_operation, parts
+from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, expanded, located, parse, parse_operation, parts
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
@@ -383,18 +383,21 @@ def _element(dtype):
 
 
 def axis_size(name: str) -> int:
-    """The number of devices along a mesh axis. Raises `ShardingError` for an axis that the mesh lacks, or outside of
-    shard_map."""
-    axes, check = mapped_axes(), marks.current()
-    if name not in axes:
-        mesh = mesh_text(all_mapped_axes())
-        raise ShardingError(f"axis_size('{name}'): the {mesh} has no such axis here\n  at {users_line()}")
-    if check is not None and check.is_local:
+    """The number of devices along a mesh axis, or along all axes of a group. Raises `ShardingError` for an axis that the
+    mesh lacks, or outside of shard_map."""
+    axes, names, check = mapped_axes(), expanded([name]), marks.current()
+    _require_axes(name, names)
+    return math.prod(map(axes.get, names)) if marks.marking() is None else Count(check.parts, names, _divided)
+
+
+def _require_axes(name: str, axes):
+    if not set(axes) <= set(mapped_axes()):
+        raise ShardingError(f"'{name}': the {mesh_text(all_mapped_axes())} has no such axis here\n  at {users_line()}")
+    if (check := marks.current()) is not None and check.is_local:
         raise ShardingError(
             f"a function that is local to a device asks for the number of devices along {name}, or the index there\n"
             f"  fix: pass it as an operand\n  at {users_line()}"
         )
-    return axes[name] if marks.marking() is None else Count(check.parts, (name,), _divided)
 
 
 def _divided(x, count: Count):
@@ -417,7 +420,7 @@ def _divided(x, count: Count):
 
 def index(name: str):
     """Each device's index along a mesh axis, i32['d/d']: on the whole, jnp.arange(axis_size('d')). Sends nothing."""
-    axis_size(name)
+    _require_axes(name, [name])
     return slice(f"{name} -> {name}/{name}", jnp.arange(mapped_axes()[name], dtype=jnp.int32))
 
 
@@ -1002,7 +1005,7 @@ def each(axis: str, function, *trees):
       ShardingError: for a value whose first dim does not count the axis' devices; in the check, for a result that is
         pending over the axis.
     """
-    axis_size(axis)
+    _require_axes(axis, [axis])
     where = f"  at {users_line()} in shardops.each('{axis}'), {mesh_text(all_mapped_axes())}"
 
     def without_dim(states):

@@ -20,7 +20,6 @@ import train
 from models import gpt2, layers, llama
 from models.dropout import Dropout, random_bits
 from models.layers import TokenBatch
-from models.mesh import devices_along
 from runtime.check import by_name
 from runtime.config.rebuild import Origins, rebuild
 from runtime.terminal import RunError
@@ -338,7 +337,7 @@ def losses_and_gradients(family, model, mesh, rate, seeds):
     batch = TokenBatch(targets, starts, rng.random((8, 8)) < 0.9)
 
     def step(weights: Weights, batch: TokenBatch, seed: u32[""]) -> tuple[f32[""], Weights]:
-        rows = batch.targets.shape[0] * devices_along("rde")
+        rows = batch.targets.shape[0] * shardops.axis_size("b")
         rows = shardops.slice("B -> B/b", jnp.arange(rows, dtype=jnp.uint32))
 
         def loss(weights: Weights, batch: TokenBatch) -> f32["+b +c +t"]:

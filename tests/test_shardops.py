@@ -349,7 +349,7 @@ B/d M/t | shardops.local('B/d M/t -> B/d M/t, B/d M/t', lambda x: x, x)
     | the string has 2 results, the function returned
 B/d M/t | shardops.local('B/d M/t -> B/d Z', lambda x: x[:, :3], x)
     | the result says it is the same: nothing is sent inside a local function
-B/d M/t | shardops.axis_size('x') | axis_size('x'): the mesh d=4 × t=2 has no such axis here
+B/d M/t | shardops.axis_size('x') | 'x': the mesh d=4 × t=2 has no such axis here
 N | shardops.slice('N -> N/d', x) | dim N has size 3, which axis d=4 cannot divide
 N M/d | shardops.psum_scatter('N +d -> N/d', shardops.sum_unreduced('N M/d -> N +d', x))
     | dim N has size 3, which axis d=4 cannot divide
@@ -364,7 +364,7 @@ def test_invalid_strings(row):
     types, body, message = row
     text = refusal(program(f"{types} -> {types.split(',')[0]}", f"({body}, x)[1]"))
     assert says(message, text), text
-    operation = "" if "axis_size" in text else r" in shardops\.\w+\('.*'\).*, mesh d=4 × t=2"
+    operation = "" if "no such axis" in text else r" in shardops\.\w+\('.*'\).*, mesh d=4 × t=2"
     assert re.search(rf"\n  at /program/\d+\.py:2{operation}$", text) and text.count("\n") <= 2, text
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from jax.sharding import PartitionSpec as P
-from prove import each_row, says, table
+from prove import each_row, program, prove, refused, says, table
 
 from shardlib.shardtypes import bind, f32
 from shardlib.spec import Dim, ShardingError, Spec, groups, parse, parse_operation
@@ -107,6 +107,18 @@ def test_a_group_stands_for_its_axes(text, axes, pending):
     assert spec == parse(' '.join([out, *(f'+{axis}' for axis in pending)]))
     spec.require_mesh_order(SIX)
     assert str(replace(spec.dims[0], axes=('t',))) in ('B/t', 'M/t', '[V/t]', 'L/t')
+
+
+MEAN = "shardops.psum('+b -> ', shardops.sum_unreduced('B/b -> +b', x) / (x.shape[0] * shardops.axis_size('b')))"
+
+
+def test_the_devices_of_a_group():
+    """A part's size times the number of devices along a group is the whole's, where the dim is split over all of it."""
+    assert prove(program("B/b -> ''", MEAN), SIX) > 3
+    assert says(
+        "times the number of devices along r, d, e", refused(program("B/d -> ''", MEAN.replace("/b", "/d")), SIX)
+    )
+    assert says("'b': .* has no such axis", refused(program("B/b -> B/b", "x * shardops.index('b')[0]"), SIX))
 
 
 def test_operations_are_parsed_once():
