@@ -383,8 +383,8 @@ def _element(dtype):
 
 
 def axis_size(name: str) -> int:
-    """The number of devices along a mesh axis, or along all axes of a group. Raises `ShardingError` for an axis that the
-    mesh lacks, or outside of shard_map."""
+    """The number of devices along a mesh axis, or along all axes of a group. Raises `ShardingError` for an axis that
+    the mesh lacks, or outside of shard_map."""
     axes, names, check = mapped_axes(), expanded([name]), marks.current()
     _require_axes(name, names)
     return math.prod(map(axes.get, names)) if marks.marking() is None else Count(check.parts, names, _divided)
