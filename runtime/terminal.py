@@ -106,6 +106,7 @@ class _Output:
 
 
 _OUTPUT: Any = _Output()
+_LOCK = threading.RLock()  # of lines and bars
 
 
 def output_is_failing() -> bool:
@@ -113,11 +114,16 @@ def output_is_failing() -> bool:
     return _OUTPUT.is_failing
 
 
-def print_line(text: str) -> None:
-    """Prints a line on standard output, above the progress bar; may be called from any thread."""
+def _tqdm() -> Any:
     from tqdm import tqdm  # a program that prints nothing starts without it
 
-    tqdm.write(f"{printable(text)}\n", file=_OUTPUT, end="")
+    tqdm.set_lock(_LOCK)  # Control-C while tqdm makes one of its own, with its first line, ends in an AttributeError
+    return tqdm
+
+
+def print_line(text: str) -> None:
+    """Prints a line on standard output, above the progress bar; may be called from any thread."""
+    _tqdm().write(f"{printable(text)}\n", file=_OUTPUT, end="")
 
 
 def keep_messages(folder: Path) -> None:
@@ -128,13 +134,11 @@ def keep_messages(folder: Path) -> None:
 
 def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """tqdm's bar in a terminal; elsewhere a line every SILENT_S."""
-    from tqdm import tqdm
-
     if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
-        return tqdm(items, **options)
+        return _tqdm()(items, **options)
     form = "{desc}{n_fmt} of {total_fmt}{unit}, {elapsed}\n"
     every = {"delay": SILENT_S, "mininterval": SILENT_S, "maxinterval": SILENT_S}
-    return tqdm(items, **{**options, **every, "leave": False, "bar_format": form})
+    return _tqdm()(items, **{**options, **every, "leave": False, "bar_format": form})
 
 
 @contextlib.contextmanager
@@ -173,10 +177,8 @@ class Progress:
     def __init__(self, total: int, done: int):
         self._total, self._bar = total, None
         if _OUTPUT.isatty():
-            from tqdm import tqdm
-
             form = "step {n_fmt}/{total_fmt} |{bar}| {desc}"
-            self._bar = tqdm(total=total, initial=done, file=_OUTPUT, dynamic_ncols=True, bar_format=form)
+            self._bar = _tqdm()(total=total, initial=done, file=_OUTPUT, dynamic_ncols=True, bar_format=form)
 
     def show(self, done: int, status: str) -> None:
         if self._bar is None:
