@@ -98,9 +98,9 @@ def test_the_list_of_programs_is_lost(arguments):
 def test_a_signal_in_the_first_line():
     """tqdm makes no lock of its own, in which a KeyboardInterrupt would become an AttributeError."""
     program = (
-        "import multiprocessing.context as c; from runtime.terminal import print_line\n"
-        "def interrupted(self): raise KeyboardInterrupt\n"
-        "c.BaseContext.RLock = interrupted; print_line('said')"
+        "import multiprocessing; from runtime.terminal import print_line\n"
+        "def interrupted(): raise KeyboardInterrupt\n"
+        "multiprocessing.RLock = interrupted; print_line('said')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("said\n", 0), done.stderr
