@@ -1112,7 +1112,13 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
 
     @functools.wraps(function)
     def differentiate(*args):
-        chosen = [index % len(args) for index in ((argnums,) if isinstance(argnums, int) else argnums)]
+        indices = (argnums,) if isinstance(argnums, int) else argnums
+        chosen = [index % len(args) for index in indices if -len(args) <= index < len(args)]
+        if len(set(chosen)) < len(indices):
+            raise ShardingError(
+                f"argnums={argnums}: expected numbers of different arguments, of {len(args)}\n"
+                f"  at {users_line()} in shardops.value_and_grad"
+            )
 
         def of_weights(*weights):
             weights = dict(zip(chosen, weights))

@@ -618,6 +618,9 @@ M -> M 2 | shardops.zeros('M 2', f32)[:, :shardops.zeros('Z', f32, Z=2.5).size]
 B/d L -> B/d 2 S | shardops.regroup('B/d L -> B/d H S', x, H=-2) | H=-2: expected a whole number that is not below 0
 M/t -> '' | jnp.abs(shardops.pmax('M/t -> ', lax.complex(x, x))) | values of complex64 have no order
 M/t -> i32 | shardops.argmax('M/t -> ', lax.complex(x, x)) | values of complex64 have no order
+M, M -> M | shardops.psum('M +d +t -> M', shardops.grad(lambda w, v: shardops.pending(' -> +d +t', jnp.sum(w * v)),
+    2)(x, y))
+    | argnums=2: expected numbers of different arguments, of 2
 M/t -> M | shardops.zeros('M/t -> M', f32) | the call lacks the operands of the string
 M/t -> M | shardops.all_gather(x, x) | is no string such as 'B/d M'
 # Truth values
