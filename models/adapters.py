@@ -29,7 +29,7 @@ from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, read_l
 from runtime.terminal import RunError, run_errors
 from shardlib.products import low_rank
 from shardlib.shardtypes import Stacked, fields, inner_of_optional, pytree_dataclass
-from shardlib.spec import Dim, Spec
+from shardlib.spec import Spec
 
 # Matrices that lead back to the residual: products with them sum over all dims but M (and E).
 INWARD = ("w_o", "w_down", "cross_o", "expert_down")
@@ -101,8 +101,6 @@ def places(family: ModuleType, weights: Any) -> list[Place]:
                 a, b = low_rank(spec, summed, of_x=["E"])
                 whole = Spec((*stacked.dims, *spec.dims))
                 sizes = dict(zip(whole.names, (array.shape[0], *array.shape[1 + len(part) :])))
-                # The rank has another name: in T5's weights N is a number of buckets.
-                a, b = (Spec(tuple(Dim("rank") if dim.name == "N" else dim for dim in spec.dims)) for spec in (a, b))
                 a, b = (Spec((*stacked.dims, *spec.dims)) for spec in (a, b))
                 result.append(Place(stack, name, leaf, part, sizes, whole, a, b))
     return result

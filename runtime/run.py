@@ -380,7 +380,7 @@ class Run:
         """
         own_s, self._state = time.monotonic() - self._step_began, state
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
-        # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
+        # Before the profiler, which waits for the step that it ends with.
         self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), weights)
         self._profiler.after_step(step + 1, outputs)
         if step % self._config.log_interval == 0:  # the tracker has just read the step before
@@ -454,7 +454,7 @@ class Run:
             )
         self._open.enter_context(self._tracker)
         self._followers.start()
-        self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
+        self._profiler = self._open.enter_context(Profiler(self.folder, **steps, paused=self._tracker.paused))
         self._bad_steps = BadSteps(MOST_BAD_STEPS, self.attributes.get("skipped_steps", 0))
         if jax.process_count() > 1:
             self._slow_hosts = SlowHosts(host_names())

@@ -6,6 +6,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from pathlib import Path
 
 import jax
 
@@ -26,9 +27,15 @@ def defines_operations(file_name: str):
 @functools.cache
 def is_users(file_name: str) -> bool:
     """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files,
-    wherever packages are (a user's own, Debian's). A cell of IPython's is."""
-    is_package = re.search(r"[/\\](site|dist)-packages[/\\]", file_name)
-    return file_name.startswith("<ipython-input") or not (is_package or file_name.startswith(tuple(_not_users)))
+    wherever packages are (a user's own, Debian's, a folder of `pip install --target`). A cell of IPython's is."""
+    if file_name.startswith(tuple(_not_users)):
+        return file_name.startswith("<ipython-input")
+    return not any(_has_packages(str(folder)) for folder in Path(file_name).parents)
+
+
+@functools.cache
+def _has_packages(folder: str) -> bool:
+    return Path(folder).name in ("site-packages", "dist-packages") or any(Path(folder).glob("*.dist-info"))
 
 
 def users_line() -> str:

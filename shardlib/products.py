@@ -30,8 +30,8 @@ class Adapted(StandIn):
     and b are in `product`."""
 
     base: jax.Array
-    a: jax.Array  # the dims that a product contracts, then the rank N
-    b: jax.Array  # the rank N, then the other dims
+    a: jax.Array  # the dims that a product contracts, then the rank
+    b: jax.Array  # the rank, then the other dims
     scale: float
     drop: Callable[[str, Any], Any] | None = None  # dropout of what is multiplied with a: drop('B/d L M', x)
 
@@ -68,10 +68,10 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
 
         product('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
 
-    For an adapted w_down that is, with N the adapter's rank, the two thin products
+    For an adapted w_down that is, with the adapter's rank, the two thin products
 
-        thin = shardops.einsum_unreduced('B/d L F/t, F/t N -> B/d L N +t', h, w_down.a)
-        change = shardops.einsum_unreduced('B/d L N +t, N M -> B/d L M +t', thin, w_down.b)
+        thin = shardops.einsum_unreduced('B/d L F/t, F/t rank -> B/d L rank +t', h, w_down.a)
+        change = shardops.einsum_unreduced('B/d L rank +t, rank M -> B/d L M +t', thin, w_down.b)
 
     besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts,
     stay in front in a and in b. The layer that calls this is the same with adapters and without.
@@ -95,7 +95,7 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     (of_x, of_w), result = recipe.operands, recipe.result
     a, b = low_rank(of_w, [name for name in of_w.names if name not in result.names], of_x.names)
     kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
-    low = Spec((*kept, Dim("N")), result.pending)
+    low = Spec((*kept, Dim("rank")), result.pending)
     dropped = x if w.drop is None else w.drop(str(of_x), x)
     thin = shardops.einsum_unreduced(f"{of_x}, {a} -> {low}", dropped, w.a)
     thin = checkpoint_name(thin, SAVED)  # spares the product with a
@@ -104,7 +104,7 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
 
 
 def low_rank(w: Spec, contracted, of_x=()) -> tuple[Spec, Spec]:
-    """The types of an adapter's a and b for a matrix of this type, rank N.
+    """The types of an adapter's a and b for a matrix of this type.
 
     Args:
       contracted: names of the dims that a product takes the sum over.
@@ -113,7 +113,7 @@ def low_rank(w: Spec, contracted, of_x=()) -> tuple[Spec, Spec]:
     both = tuple(dim for dim in w.dims if dim.name in of_x and dim.name not in contracted)
     summed = tuple(dim for dim in w.dims if dim.name in contracted)
     rest = tuple(dim for dim in w.dims if dim not in both and dim not in summed)
-    return Spec((*both, *summed, Dim("N"))), Spec((*both, Dim("N"), *rest))
+    return Spec((*both, *summed, Dim("rank"))), Spec((*both, Dim("rank"), *rest))
 
 
 def float8_scale(spec: str | bytes, x):

@@ -64,7 +64,7 @@ class typed_shard_map:
         arguments = functools.partial(self._body, names, types), axes, values, in_specs
         proved, functions, gradients = verify(*arguments)
         if gradients:
-            trace_as_it_runs(*arguments)
+            trace_as_it_runs(*arguments, where=self._place)
         refuse_unread(functions)
         return proved
 
@@ -95,6 +95,11 @@ class typed_shard_map:
         return self.function.func if isinstance(self.function, functools.partial) else self.function
 
     @property
+    def _place(self) -> str:
+        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
+
+    @property
     def _result_type(self):
         result = self.signature.return_annotation
         if result is inspect.Signature.empty:
@@ -116,8 +121,6 @@ class typed_shard_map:
         )
 
     def _body(self, names, types, *args):
-        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
-        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         with Scope():
             args = [
                 check_tree(type_, value, what=f"argument {name} of {self.name}")
@@ -125,7 +128,7 @@ class typed_shard_map:
             ]
             bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
             result = self.function(*bound.args, **bound.kwargs)
-            return check_tree(self._result_type, result, what=f"the result of {self.name}{place}")
+            return check_tree(self._result_type, result, what=f"the result of {self.name} ({self._place})")
 
 
 def _read(function):

@@ -101,7 +101,7 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
     with located(where):
         if check is not None and check.is_local:
             raise ShardingError("an operation with a string in a function that is local to a device: call it outside")
-        operands = tuple(map(_array, operands))
+        operands = tuple(map(_numbers, operands))
         sizes = {name: _size(name, size) for name, size in (sizes or {}).items()}
         recipe, planned = _planned(plan, text, len(operands), results, tuple(axes.items()))
         shapes = _result_shapes(recipe, planned, operands, sizes, axes, text)
@@ -167,8 +167,18 @@ def _planned(plan, text, operands, results, axes) -> tuple[Recipe, Plan]:
     return recipe, plan(recipe, axes)
 
 
-def _array(x):
-    return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+def _numbers(x):
+    x = jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+    element = jnp.result_type(x)
+    if jax.dtypes.issubdtype(element, jax.dtypes.extended):
+        raise ShardingError(
+            f"an operand of {element}: operations take numbers\n  fix: jax.random.key_data(key) has them"
+        )
+    if element in (jnp.int2, jnp.uint2):
+        raise ShardingError(f"an operand of {element}, of which XLA sends and reduces none\n  fix: .astype(jnp.int8)")
+    if 0 in jnp.shape(x):
+        raise ShardingError(f"an operand without elements, {element}{on_this_mesh(jnp.shape(x))}")
+    return x
 
 
 def _size(name, size) -> int:

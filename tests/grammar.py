@@ -68,7 +68,7 @@ class Whole:
         return jnp.einsum(f"{first},{second}->{last}", x, y)
 
     def product(self, text, x, w):
-        if isinstance(w, Adapted):  # the rank N stands after what is contracted in a, before the rest in b
+        if isinstance(w, Adapted):  # the rank stands after what is contracted in a, before the rest in b
             (of_x, of_w), (result,) = self.names(text)
             both = [name for name in of_w if name in of_x and name in result]
             summed = [name for name in of_w if name not in result]

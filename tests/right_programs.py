@@ -71,6 +71,8 @@ B/d L M | jnp.tanh(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 L/d M
     | shardops.regroup('parts R/d M -> L/d M', lax.map(jnp.tanh, shardops.regroup('L/d M -> parts R/d M', x, parts=2)))
 B/d M/t | jnp.zeros(x.shape) + x
+B/d N, B/d M -> N M | shardops.psum('N M +d -> N M',
+    product('B/d N, B/d M -> N M +d', x, Adapted(y, y[:, :8], jnp.ones((8, 64)), 2.0)))
 B/d M/t | jnp.zeros(x.shape)
 B/d L M | jnp.moveaxis(lax.scan(lambda c, r: (c + r, c + r), jnp.zeros(x[:, 0].shape), jnp.moveaxis(x, 1, 0))[1], 0, 1)
 B/d L | lax.associative_scan(jnp.add, x, axis=1)
@@ -225,6 +227,8 @@ B/d M/t -> B/d 2 Z/t | shardops.regroup('B/d M/t -> B/d 2 Z/t', x)
 B/d M/t | x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(jnp.float32)
 d/d M, d/d M -> d/d M | (jnp.tanh(x[0]) * y[0])[None]
 B/d M -> i32 d/d | shardops.index('d')
+B/d M | (jax.debug.print('{}', x), x)[1]
+B/d C M | lax.linalg.householder_product(x, jnp.sum(x, axis=1))
 """
 # What is done to u, a sum over t that is owed, 'B/d M +t'.
 LINEAR = r"""

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from shardlib import shardops
 from shardlib.mesh import make_mesh
+from shardlib.places import is_users
 from shardlib.proof.parts import Parts
 from shardlib.proof.rules import Equation, apply
 from shardlib.proof.states import State
@@ -136,3 +137,12 @@ def test_kinds_of_mesh(kind):
             jax.jit(typed_shard_map(unreduced))(x)
         # The first device's term: what the check is for.
         assert jax.jit(typed_shard_map(unreduced, check=False))(x) == 1
+
+
+def test_a_package_is_no_part_of_the_program_wherever_it_lies(tmp_path):
+    """As pip installs it with --target: a folder of its own beside what is known of it."""
+    (tmp_path / "einops").mkdir()
+    assert is_users(str(tmp_path / "einops" / "einops.py"))
+    (tmp_path / "there" / "einops-1.0.dist-info").mkdir(parents=True)
+    assert not is_users(str(tmp_path / "there" / "einops" / "einops.py"))
+    assert is_users(str(tmp_path / "train.py"))

@@ -199,6 +199,13 @@ def reduced(loss, w):
     return shardops.psum('M +d +t -> M', shardops.grad(loss)(w))
 
 
+def put_aside(w, x):
+    """A value of inside a loss, kept in a list."""
+    box = []
+    reduced(lambda w: (box.append(w * 1.0), squares(x * w[None]))[1], w)
+    return box[0]
+
+
 def diagonal(x):
     return x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])]
 
@@ -799,6 +806,25 @@ M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (jnp.max(g * 
     | 'reduce_max' reduces a dim that is split over d
 M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * at('d', jnp.float32)))(x)
     | 'mul' of a value that is pending over d and one that is split over d
+# Operands that lose a dim of a part's size, that have no elements, or are no numbers that XLA sends
+B/d M, C M -> C M | lax.linalg.householder_product(y, jnp.ones(x.shape[0]))
+    | 'householder_product' runs along a dim that is made to the size of a device's part
+B/d M, C M -> C | lax.reduce((y, jnp.ones(x.shape)), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))[0]
+    | 'reduce' changes the length of a dim that is made to the size of a device's part
+M/d -> M | shardops.psum('M Z -> M Z', shardops.pending('M Z -> M Z +d', jnp.zeros((64, 0))))[:, 0]
+    | an operand without elements, float32[64, 0]
+M/d -> M | shardops.all_gather('M/d -> M', x.astype(jnp.int2)).astype(jnp.float32)
+    | an operand of int2, of which XLA sends and reduces none fix: .astype(jnp.int8)
+M -> M/d | jax.random.uniform(shardops.slice('M -> M/d', jax.random.split(jax.random.key(0), 64))[0], x.shape)
+    | an operand of key<fry>: operations take numbers
+# What JAX runs on one device alone, and what it does not run
+B/d M | (jax.debug.print('{}', 1, ordered=True), x)[1] | 'debug_print' with ordered=True runs on one device alone
+B/d M | lax.cond(jnp.float32(3) > 2, lambda x: (jax.debug.callback(print, 1, ordered=True), x)[1], lambda x: x, x)
+    | 'debug_callback' with ordered=True runs on one device alone
+B/d M | shardops.local('B/d M -> B/d M', lambda x: (jax.debug.print('{}', x, ordered=True), x)[1], x)
+    | 'debug_print' with ordered=True runs on one device alone
+M, B/d M -> M | put_aside(x, y) | a value is used outside of the differentiated function that made it fix: return it too
+M, B/d M -> M | 2 * put_aside(x, y) | a value is used outside of the differentiated function that made it
 M/d, M -> M | shardops.local('M -> M', functools.partial(lambda o, v: v * o.sum(), x), y)
     | a function that is local to a device takes a value from outside that is not the same everywhere
 """)

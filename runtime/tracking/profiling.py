@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from runtime.terminal import print_line
 SETTLING_STEPS = 3  # not profiled: the first compiles, the next ones fill caches and the queue
 PROFILED_STEPS = 3
 TRACE = "perfetto_trace.json.gz"
-LONGEST_WAIT_S = 60.0  # at the end of a run, for a profile that is still being written
 
 
 class Profiler:
@@ -27,11 +26,17 @@ class Profiler:
 
     `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads. Only
     the leader profiles, if enough steps are left and the folder has no profile. Training waits once, for the last
-    profiled step, whose outputs are donated to the next one. A thread writes the files. After an exception no folder
-    is left, and the next start profiles again.
+    profiled step and until the files are written, some seconds. After an exception no folder is left, and the next
+    start profiles again.
+
+    Args:
+      paused: a context in which nothing is timed, for the writing.
     """
 
-    def __init__(self, run_folder: str | Path, *, start_step: int, total_steps: int, is_leader: bool):
+    def __init__(
+        self, run_folder: str | Path, *, start_step: int, total_steps: int, is_leader: bool,
+        paused: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):  # fmt: skip
         self._folder = Path(run_folder) / "profile"
         self._part = Path(run_folder) / "profile.part"  # renamed when complete
         self._first_step = start_step + 1 + SETTLING_STEPS
@@ -39,7 +44,7 @@ class Profiler:
         self._is_wanted = is_leader and self._last_step <= total_steps and not self._folder.exists()
         self._tracing = contextlib.ExitStack()  # closed, it stops the tracer
         self._annotation = contextlib.ExitStack()  # of the step
-        self._writer: threading.Thread | None = None
+        self._paused = paused
 
     def before_step(self, step: int) -> None:
         """Called before a step is dispatched."""
@@ -61,10 +66,8 @@ class Profiler:
         if self._is_wanted and step == self._last_step:
             jax.block_until_ready(outputs)
             self._tracing.pop_all()
-            steps = f"profile of steps {self._first_step} to {self._last_step}"
-            print_line(f"{steps}: being written to {self._folder / TRACE} (https://ui.perfetto.dev)")
-            self._writer = threading.Thread(target=self._write, name="profile", daemon=True)
-            self._writer.start()
+            with self._paused():
+                self._write()
 
     def __enter__(self) -> "Profiler":
         return self
@@ -72,10 +75,6 @@ class Profiler:
     def __exit__(self, *error) -> None:
         self._annotation.close()
         self._tracing.close()
-        if self._writer is not None:
-            self._writer.join(LONGEST_WAIT_S)
-            if self._writer.is_alive():
-                print_line(f"{self._folder} is given up: it was not written within {LONGEST_WAIT_S:g} s.")
 
     def _write(self) -> None:
         try:
@@ -85,3 +84,6 @@ class Profiler:
             self._part.rename(self._folder)
         except (OSError, ValueError, RuntimeError) as error:
             print_line(f"{self._folder} is not written: {type(error).__name__}: {error}. Training goes on.")
+        else:
+            steps = f"profile of steps {self._first_step} to {self._last_step}"
+            print_line(f"{steps}: {self._folder / TRACE} (https://ui.perfetto.dev)")

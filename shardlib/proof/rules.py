@@ -269,22 +269,24 @@ Whole = Iterator[tuple[int, Iterable[int], str]]  # operand, dims, what the oper
 def _require_whole(equation: Equation) -> frozenset[str]:
     """Raises `ShardingError` where a device would take its part of a split dim for all of it. Returns the axes over
     which the result is a sum, in a backward rule."""
-    name, summed = equation.name, frozenset()
+    name, sums = equation.name, set()
     is_local = name in ELEMENTWISE or name in _KEPT or name.startswith(("random_", "rng_"))
-    for operand, dims, does in ALONG.get(name, _kept if is_local else _not_known)(equation):
+    rule = ALONG.get(name, (lambda equation: ()) if is_local else _not_known)
+    for operand, dims, does in itertools.chain(rule(equation), _kept(equation) if name != "reshape" else ()):
         state = equation.states[operand]
-        for axes in (equation.rows[operand][dim] for dim in dims):
-            if not axes:
+        for dim in dims:
+            axes = equation.rows[operand][dim]
+            if not axes or (operand, dim) in sums:
                 continue
             is_split = state.split >= frozenset(axes)
             if equation.unreduced and (name, does) in _SUMS and is_split:
-                summed |= frozenset(axes)
+                sums.add((operand, dim))
                 continue
             raise ShardingError(
                 f"'{name}' {does} a dim that is {state.along(axes)}: each device would take its own part for the "
                 f"whole\n  fix: {_FIX[does] if is_split else _COUNTED}"
             )
-    return summed
+    return frozenset(axis for operand, dim in sums for axis in equation.rows[operand][dim])
 
 
 def _not_known(equation) -> Whole:
@@ -378,8 +380,13 @@ def _fourier(equation) -> Whole:
 
 def _matrices(equation) -> Whole:
     """A factorization of the last two dims, matrix by matrix: Cholesky, QR, LU, eigenvalues."""
-    for operand, shape in enumerate(equation.shapes):
-        yield operand, range(len(shape))[-2:] if len(shape) > 1 else (), "runs along"
+    yield 0, range(len(equation.shapes[0]))[-2:], "runs along"
+
+
+def _reflections(equation) -> Whole:
+    """A matrix, and the factor of each of its columns."""
+    yield from _matrices(equation)
+    yield 1, range(len(equation.shapes[1]))[-1:], "runs along"
 
 
 def _triangular(equation) -> Whole:
@@ -476,7 +483,7 @@ _KEPT = "iota transpose squeeze stack unstack broadcast_in_dim tile slice dynami
 _REDUCTIONS = """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce psum pmax pmin
     """.split()
-_FACTORIZATIONS = "cholesky qr lu eigh eig svd householder_product".split()
+_FACTORIZATIONS = "cholesky qr lu eigh eig svd".split()
 ALONG = {
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
@@ -489,6 +496,7 @@ ALONG = {
     "fft": _fourier,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
     **dict.fromkeys(_FACTORIZATIONS, _matrices),
+    "householder_product": _reflections,
     "triangular_solve": _triangular,
     "SearchSorted": lambda equation: [(0, range(len(equation.shapes[0])), "runs along")],
     "lu_pivots_to_permutation": lambda equation: [(0, [len(equation.shapes[0]) - 1], "runs along")],

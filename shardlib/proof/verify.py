@@ -75,13 +75,19 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
     return check.proved, functions, check.gradients
 
 
-def trace_as_it_runs(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]):
-    """Traces `function` with its gradients for the sizes of this mesh. Raises `ShardingError` where they do not fit."""
+def trace_as_it_runs(function, axes: dict[str, int], arguments: list, in_specs: list[Spec], where: str):
+    """Traces `function`, which stands at the line `where`, with its gradients for the sizes of this mesh. Raises
+    `ShardingError` where they do not fit."""
 
     def numbers(whole, over):
         return whole // math.prod(axes[axis] for axis in over)
 
-    traced(function, Check(axes, None), _on_a_device(arguments, in_specs, axes, numbers), axes)
+    jaxpr = traced(function, Check(axes, None), _on_a_device(arguments, in_specs, axes, numbers), axes)
+    if any(isinstance(value, jax.core.Tracer) for value in jaxpr.consts):
+        raise ShardingError(
+            "a value is used outside of the differentiated function that made it\n  fix: return it too, with "
+            f"has_aux=True\n  at {where}"
+        )
 
 
 def _on_a_device(arguments, in_specs, axes, size) -> list:

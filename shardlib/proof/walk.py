@@ -110,6 +110,7 @@ class Walk:
         name, params = eqn.primitive.name, eqn.params
         if name == "dim_as_value":
             return [State((), sized=True)]
+        require_unordered(eqn)
         stack = str(eqn.source_info.name_stack)
         if not self.backward and ("jvp(" in stack or "transpose(" in stack):
             raise ShardingError(GRAD)
@@ -253,6 +254,7 @@ class Walk:
         sends in its rules for gradients. (Elsewhere it cannot: the axes are not bound.)"""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         for eqn in jaxpr.eqns:
+            require_unordered(eqn)
             sizes = [size for out in eqn.outvars for size in getattr(out.aval, "shape", ())]
             if eqn.primitive.name == "dim_as_value" or any(map(is_part, sizes)):
                 raise ShardingError(
@@ -379,6 +381,12 @@ _WALKED = {
     "cond": Walk.cond,
     "custom_linear_solve": Walk.linear_solve,
 }
+
+
+def require_unordered(eqn):
+    """Raises `ShardingError` for a callback, as jax.debug.print has, with an order: JAX has none on several."""
+    if not inner_jaxprs(eqn) and any(str(effect).startswith("Ordered") for effect in eqn.effects):
+        raise ShardingError(f"'{eqn.primitive.name}' with ordered=True runs on one device alone\n  fix: leave it out")
 
 
 def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
