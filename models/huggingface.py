@@ -209,23 +209,27 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
       at_hand: `program.model_parts` of the trainer that takes them; None: a family in models/ takes them.
       key: what a user may set to take them anyway.
     """
-    attributes = source.checkpoint.attributes
-    of_family = TRAIN_PY if source.family is not None and source.family.__name__ == "models.llama" else None
+    attributes, family = source.checkpoint.attributes, source.family
+    of_family = TRAIN_PY if family is not None and family.__name__ == "models.llama" else None
     made_by = program.model_parts(attributes)
     is_of_family = made_by is None or "family" in attributes or attributes["program"]["module"] in TRAINERS[1:]
     made_by, taken_by = of_family if is_of_family else made_by, at_hand or of_family
-    if made_by in (None, taken_by):
+    saved = (attributes.get("program") or {}).get("family")
+    is_changed = saved is not None and family is not None and saved != program.of_family(family)
+    if made_by in (None, taken_by) and not is_changed:
         return
-    where = f"models/{source.family.__name__.rpartition('.')[2]}.py"
-    what = "forward pass and loss of the train.py of that run are not"
-    if is_of_family:
-        what = "forward pass and loss of train.py here are not"
-    elif at_hand:
-        where = "train.py here"
+    where = f"models/{family.__name__.rpartition('.')[2]}.py"
+    here = 'train.py here' if at_hand else where
+    what = f"forward pass and loss of the train.py of that run are not those of {here}"
+    if is_changed:
+        what = f"{where}, or what it imports from models/, has changed since that run"
+    elif is_of_family:
+        what = f"forward pass and loss of train.py here are not those of {where}"
+    if made_by not in (None, taken_by):
+        what += f" (different: {', '.join(program.changed(made_by, taken_by or {}))})"
     raise RunError(
-        f"{source.checkpoint.path}: {what} those of {where} (different: "
-        f"{', '.join(program.changed(made_by, taken_by or {}))}): if both compute the same model, add {key}; else "
-        "write a family for it (docs/models.md)"
+        f"{source.checkpoint.path}: {what}: if both compute the same model, add {key}; else write a family for it "
+        "(docs/models.md)"
     )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from runtime.files import LARGEST_BYTES, NotPlain, open_file
 from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +90,8 @@ def load(name: str) -> Trainer:
         if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
             raise
         raise RunError(f"program = {name}: there is no such module or file; expected {DEFAULT}, say") from error
+    except NotPlain as error:
+        raise RunError(f"program = {name}: {error}") from None
     offered = ("Config", "State", "TokenBatch", "init_state", "shapes", "mapped_steps", "main")
     if missing := [name for name in offered if not hasattr(module, name)]:
         raise RunError(f"program = {name}: it is no trainer, since it has no {', '.join(missing)} (runtime/program.py)")
@@ -111,20 +114,27 @@ def of_command_line(arguments: Sequence[str]) -> Trainer:
 
 def recorded(config: Any) -> dict[str, Any]:
     """The program that this config belongs to, as JSON values: its module's name and source, a hash of that file, one
-    of everything that it is made of, and the commit."""
+    of everything that it is made of, one of the family in models/ that the config names, and the commit."""
     module = sys.modules[type(config).__module__]
     spec, file = getattr(module, "__spec__", None), Path(inspect.getfile(module)).resolve()
     name = (spec.name if spec else file.stem) if module.__name__ == "__main__" else module.__name__
     changes = _git(file.parent, "status", "--porcelain")
-    hashes = _hashes(name, file)
+    hashes, family = _hashes(name, file), sys.modules[type(getattr(config, "model", None)).__module__]
     return {
         "module": name,
         "file": hashes.pop(name),
-        "made_of": hashlib.sha256(repr(hashes).encode()).hexdigest()[:16],
+        "made_of": _hash(repr(hashes)),
+        "family": of_family(family) if family.__name__.startswith("models.") else None,
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
     }
+
+
+def of_family(family: ModuleType) -> str:
+    """A hash of a family's file and of all that it imports from models/."""
+    hashes = _hashes(family.__name__, Path(inspect.getfile(family)).resolve())
+    return _hash(repr({name: hashed for name, hashed in hashes.items() if name.startswith("models.")}))
 
 
 def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
@@ -172,8 +182,9 @@ def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> lis
         return []
     if before["module"] != name:
         return [f"{before['module']} -> {name}"]
-    texts = {"file": name, "made_of": f"what {name} is made of"}  # earlier versions recorded neither
-    return [text for key, text in texts.items() if before.get(key) != record[key]]
+    texts = {"file": name, "made_of": f"what {name} is made of", "family": "the model's family in models/"}
+    known = {"family": record["family"], **before}  # earlier versions recorded none, or none of the three
+    return [text for key, text in texts.items() if known.get(key) != record[key]]
 
 
 def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -194,12 +205,9 @@ def _of_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"program_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}", path)
     assert spec is not None and spec.loader is not None  # its name ends in .py
     module = importlib.util.module_from_spec(spec)
+    open_file(path, LARGEST_BYTES).close()
     sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError:
-        del sys.modules[spec.name]
-        raise
+    spec.loader.exec_module(module)
     return module
 
 
@@ -234,7 +242,11 @@ def _hash_and_imports(source: str) -> tuple[str, list[str]]:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16], names
+    return _hash(ast.unparse(tree)), names
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

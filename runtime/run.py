@@ -153,6 +153,7 @@ class Run:
         root, name = config.paths.root_working_dir, config.paths.model_name
         self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
         self._program = program.recorded(config)
+        self._recorded = {name: value for name, value in self._program.items() if name != "source"}
         self.folder = Path("runs" if "://" in root else root) / name
         self.compiler_options = options(jax.devices()[0])
         self._in_flight = InFlight()
@@ -252,8 +253,8 @@ class Run:
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
                 files.write(ledger, self.folder, bound)
-                about = json.dumps({**environment(), "ledger": lines}, indent=1)
-                write_whole(self.folder / "environment.json", about)
+                about = {**environment(), **flattened({"program": self._recorded}), "ledger": lines}
+                write_whole(self.folder / "environment.json", json.dumps(about, indent=1))
             print_line("\n".join(map(wrapped, lines)))
         began = time.perf_counter()
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
@@ -436,10 +437,9 @@ class Run:
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
         if self._is_leader:
-            about = {name: value for name, value in self._program.items() if name != "source"}
+            start = {"after_step": self.done_steps, **environment(), "program": self._recorded}
             with self._writing(), (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-                start = {"after_step": self.done_steps, **environment(), "program": about, "compiled": self._compiled}
-                print(json.dumps(start), file=file)
+                print(json.dumps(start | {"compiled": self._compiled}), file=file)
         with self._writing():
             self._tracker = Tracker(
                 self.folder,

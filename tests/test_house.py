@@ -26,7 +26,7 @@ ARROWS = {
         ("runtime.config", "runtime.data", "runtime.checkpoints", "runtime.tracking", "runtime.cluster"),
         "runtime.beside runtime.files runtime.terminal runtime.unpacking shardlib ledger",
     ),
-    "runtime.program": "runtime.terminal",
+    "runtime.program": "runtime.files runtime.terminal",
     "runtime.check": "runtime.config.help runtime.config.sizes runtime.terminal runtime.tracking shardlib",
     "runtime.run": "runtime shardlib ledger",
     "train": "runtime ledger kernels shardlib jax_extra",

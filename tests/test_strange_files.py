@@ -6,6 +6,8 @@ import pytest
 from pages import ROOT
 
 import train
+from models import adapters
+from runtime import program
 from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.terminal import RunError
@@ -55,6 +57,13 @@ READERS = {
     "tokenizer .json": lambda path: tokenize(path, tokenizer=path),
     "template .jinja": lambda path: tokenize(path, chat_template=path),
     "metrics .jsonl": lambda path: compare.main(load(compare.Compare, None, [str(path), str(path)])),
+    "ledger .json": lambda path: compare.main(load(compare.Compare, None, [str(path), str(path)])),
+    "trainer .py": lambda path: program.load(str(path)),
+    "weights .gguf": lambda path: convert.main(load(convert.Convert, None, [str(path), str(path.parent / "out")])),
+    "adapter .json": lambda path: adapters.read_peft(
+        path.rename(path.parent / "adapter_config.json").parent, [], 2, 4.0
+    ),
+    "words .json": lambda path: published(path, "tokenizer_config.json"),
     "config .json": lambda path: published(path, "config.json"),
     "weights .safetensors": lambda path: published(path, "model.safetensors"),
     "index .json": lambda path: published(path, "model.safetensors.index.json"),

@@ -30,6 +30,7 @@ from ledger.count.step import of_step
 from models import adapters, huggingface, layers, llama
 from models.dropout import Dropout
 from models.layers import stored
+from runtime import program
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
 from runtime.config.keys import PairTokens, Tokens
@@ -349,6 +350,19 @@ def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, mon
     assert '-> "0123456789abcdef"' in capsys.readouterr().err
     assert start("next", f"initial_weights={lora_run}") == 1
     assert f"was trained from other weights than those that are now in {FOLDER}/llama" in capsys.readouterr().err
+
+
+def test_a_family_that_has_changed_is_refused(lora_run, start, capsys, monkeypatch, tmp_path):
+    """By a run that resumes, by one that begins from its weights, and by tools that take them."""
+    monkeypatch.setattr(program, "of_family", lambda family: "0123456789abcdef")
+    keys = ["lora.rank=2", "lora.alpha=6", "lora.targets=w_.*", "lora.dropout=0.2", "mesh.d=2", "training.steps=5"]
+    assert start("lora", *keys) == 1
+    assert "the program: the model's family in models/\n" in capsys.readouterr().err
+    changed = "models/llama.py, or what it imports from models/, has changed since that run: if both compute the same "
+    assert start("next", f"initial_weights={lora_run}") == 1
+    assert f"{changed}model, add allow_config_change=true" in capsys.readouterr().err
+    with pytest.raises(RunError, match=re.escape(f"{changed}model, add allow_program_change=true")):
+        tools_convert.main(tools_convert.Convert(from_=str(lora_run), to=str(tmp_path / "published")))
 
 
 def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):

@@ -25,7 +25,7 @@ from ledger.pages.differences import differences as of_ledgers
 from ledger.pages.table import Table
 from runtime.config import command_line
 from runtime.config.keys import NotNegative
-from runtime.files import write_whole
+from runtime.files import open_file, write_whole
 from runtime.terminal import RunError, print_error, print_line, printable, run_errors
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 from runtime.tracking.report import compare_page, write_report
@@ -88,6 +88,7 @@ def costs(before: str | Path, after: str | Path) -> list[str]:
     ledgers = []
     for path in (before, after):
         with run_errors(f"{path} is no ledger: give the ledger.json of a run folder", ValueError, LookupError):
+            open_file(path).close()
             ledgers.append(load(path))
     return of_ledgers(*ledgers)
 
@@ -101,9 +102,12 @@ def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorde
 
 
 def differences(runs: list[Recorded]) -> Table:
-    """The keys whose values differ between configurations, except for the run's folder."""
+    """What differs of the programs, and the keys whose values differ between configurations, except for the run's
+    folder."""
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
     values = {PROGRAM: [hashed(run.program) for run in runs]}
+    made_of = {key for run in runs for key in run.environment if key.startswith("program/")}
+    values |= {key: [run.environment.get(key) for run in runs] for key in sorted(made_of)}
     values |= {key: [as_yaml(run.config[key]) if key in run.config else None for run in runs] for key in keys}
     rows = [(key, *of_runs) for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)]
     return Table("Configuration that differs", dict.fromkeys(["key", *(run.name for run in runs)], ""), rows)

@@ -20,6 +20,7 @@ from ledger.pages import contents
 from ledger.pages.render import render
 from ledger.pages.table import Bar, Table
 from runtime import program
+from runtime.files import write_whole
 from runtime.terminal import RunError, progress, wrapped
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
@@ -79,7 +80,7 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
             "sweep.html", title=f"The best ways on {devices:,} × {config.hardware}", best=best, phases=PHASES,
             kinds={kind.replace(" ", "-"): kind for kind in GROUPS}, assumptions=notes,
         )  # fmt: skip
-        (Path(config.folder) / "sweep.html").write_text(page, encoding="utf-8")
+        write_whole(Path(config.folder) / "sweep.html", page)
         print(f"{config.folder}: sweep.html")
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,23 @@ def test_what_counts_as_a_change(folder):
     earlier = {"module": "my_trainer", "source": before["source"], "files": {"my_trainer": before["file"]}}
     assert program.differences({"program": earlier}, before) == ["my_trainer", made_of]
     assert program.differences({}, before) == []
+
+
+def test_the_family_is_part_of_the_program(monkeypatch, tmp_path):
+    """Its file and what that imports from models/, which no trainer imports; but not comments."""
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    (tmp_path / "models").mkdir()
+    family = types.ModuleType("models.mine")
+    family.__file__ = str(tmp_path / "models/mine.py")
+
+    def hashed(mine="x = 1", layers="y = 1", train="z = 1"):
+        (tmp_path / "models/mine.py").write_text(f"from models import layers\nimport train\n{mine}\n")
+        (tmp_path / "models/layers.py").write_text(layers)
+        (tmp_path / "train.py").write_text(train)
+        return program.of_family(family)
+
+    assert hashed() == hashed("x = 1  # why") == hashed(train="z = 2")
+    assert len({hashed(), hashed("x = 2"), hashed(layers="y = 2")}) == 3
 
 
 # ---- what tools take
