@@ -77,8 +77,9 @@ $(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
-torture: $(VENV)/tests  ## 900 signals at random moments, full disks and failing stores, attacks on a server; two hours
+torture: $(VENV)/tests  ## 1,050 signals at random moments, full disks, failing stores, attacks on a server; four hours
 	$(BIN)/python -m tests.torture
+	$(BIN)/python -m tests.torture program=train_any kills=150 faults=[]
 	$(BIN)/python -m tests.torture_tools
 	$(BIN)/python -m tests.torture_server
 

@@ -58,17 +58,17 @@ UNUSED = re.compile(
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
 # `runtime.program.model_parts_of` the train.py whose model is that of models/llama.py: runs of another are refused.
 TRAIN_PY = {
-    "LOSS_CHUNK": "1443ea9e",
-    "Layer": "3fe581c2",
-    "Model": "55ca28cc",
-    "TokenBatch": "9a1d260e",
-    "Weights": "f728128a",
-    "act": "b4f570a2",
-    "attention": "9e8b571e",
-    "forward": "2f8d4d1c",
-    "loss_sum": "ff80c0e4",
-    "rms_norm": "a9f1c6b8",
-    "rotary": "c633c888",
+    "LOSS_CHUNK": "d21acc52",
+    "Layer": "3c9a5f7a",
+    "Model": "71e2e528",
+    "TokenBatch": "2ae8d68e",
+    "Weights": "0ab391dc",
+    "act": "5a296e84",
+    "attention": "360d7137",
+    "forward": "aa2b6df9",
+    "loss_sum": "7bc54068",
+    "rms_norm": "7814259e",
+    "rotary": "fd1b07df",
 }
 LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -145,22 +146,14 @@ def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
 
 def model_parts_of(source: str) -> dict[str, str]:
     """The model that a trainer like train.py computes: a hash of each function, class and constant of its file that
-    MODEL reaches by name, without comments, docstrings and spaces."""
-    tree, defined = ast.parse(source), dict[str, ast.stmt]()
-    docstrings: set[int] = set()  # their lines
-    for node in tree.body:
+    MODEL reaches by name, as `_tokens`."""
+    defined = dict[str, ast.stmt]()
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined[node.name] = node
-            if ast.get_docstring(node) is not None:
-                docstrings |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
         elif isinstance(node, ast.Assign):
             defined |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)]
-    comments = {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
-    lines = [
-        "" if number in docstrings else line[: comments.get(number)]
-        for number, line in enumerate(source.splitlines(), 1)
-    ]
+    tokens = _tokens(source)
     parts = {name: "absent" for name in MODEL if name not in defined}
     left = {name for name in MODEL if name in defined}
     while left:
@@ -168,8 +161,8 @@ def model_parts_of(source: str) -> dict[str, str]:
         node = defined[name]
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        text = "".join("".join(lines[first - 1 : node.end_lineno]).split())
-        parts[name] = hashlib.sha256(text.encode()).hexdigest()[:8]
+        texts = [text for line, text in tokens if first <= line <= (node.end_lineno or first)]
+        parts[name] = _hash("".join(texts).lstrip("\b"))[:8]  # without what ends the statement before
         left |= names & defined.keys() - parts.keys() - {"Training"}  # whose keys are mostly an optimizer's
     return dict(sorted(parts.items()))
 
@@ -232,20 +225,31 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
 
 @functools.cache  # for processes that make several runs, like tests: a trainer has some forty files
 def _hash_and_imports(source: str) -> tuple[str, list[str]]:
-    """A hash of the code without comments, docstrings and line breaks; and the modules, or names in them, that it
-    imports."""
-    tree, names = ast.parse(source), list[str]()
-    for node in ast.walk(tree):
+    """A hash of the code, as `_tokens`; and the modules, or names in them, that it imports."""
+    names = list[str]()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            node.body = node.body[1:] or [ast.Pass()]
-    return _hash(ast.unparse(tree)), names
+    return _hash("".join(text for _, text in _tokens(source))), names
+
+
+def _tokens(source: str) -> list[tuple[int, str]]:
+    """The lines and texts of a program's tokens, without comments, docstrings, spaces and line breaks in statements."""
+    marks, left_out = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}, set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            left_out |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    return [
+        (line, marks.get(kind, "".join(text.split())))
+        for kind, text, (line, _), _, _ in tokenize.generate_tokens(io.StringIO(source).readline)
+        if kind not in (tokenize.COMMENT, tokenize.NL) and line not in left_out
+    ]
 
 
 def _hash(text: str) -> str:
+    text = re.sub(r"([{}])\1+", r"\1", text)  # of an f-string's braces Python 3.11 has two where later ones have one
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

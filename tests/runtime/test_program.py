@@ -179,6 +179,23 @@ def test_which_changes_make_another_model(old, new, is_same):
     assert (program.model_parts_of(source.replace(old, new) if old else source) == huggingface.TRAIN_PY) is is_same
 
 
+def test_a_newer_python_hashes_the_same(tmp_path):
+    """Of all files, and of an f-string with braces and spaces, which has other tokens there."""
+    others = [ROOT / f".venv-jax-{version}/bin/python" for version in ("0.11.2", "0.12.0.1")]
+    if not (there := [python for python in others if python.exists()]):
+        pytest.skip("there is no newer Python: make environments")
+    odd = tmp_path / "odd.py"
+    odd.write_text("def f(a):\n    return f'{{ {a + 1 !r:>{a}} }' f\"{a['x']}\"\n".replace("} }'", "} }}'"))
+    files = [odd, *ROOT.glob("*.py"), *ROOT.glob("models/*.py")]
+    code = "import sys; from runtime.program import _hash_and_imports as hashed\n"
+    code += "print([hashed(open(file).read()) for file in sys.argv[1:]])"
+    hashed = {
+        subprocess.run([python, "-c", code, *files], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for python in (sys.executable, *there)
+    }
+    assert len(hashed) == 1
+
+
 # ---- the tokenizer
 
 
