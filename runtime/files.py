@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,6 +84,13 @@ def multiply(references: Sequence[str]) -> bool:
     """
     names = len(set(references))
     return names > 0 and names * math.log(len(references) / names) > math.log(MOST_REPEATED)
+
+
+def write_all(folder: str | Path, texts: Mapping[str, str]) -> None:
+    """Writes files by their names into a folder, which is made if there is none, each whole. Raises OSError."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_whole(Path(folder) / name, text)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -46,7 +46,7 @@ from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
 from runtime.data.tokenizers import Tokenizer, tokenizer_identity
-from runtime.files import write_whole
+from runtime.files import write_all, write_whole
 from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.best import Best
@@ -252,7 +252,7 @@ class Run:
             lines = summary(ledger, machine.hbm_bytes if machine else None)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
-                files.write(ledger, self.folder, bound)
+                write_all(self.folder, files.pages(ledger, bound))
                 about = {**environment(), **flattened({"program": self._recorded}), "ledger": lines}
                 write_whole(self.folder / "environment.json", json.dumps(about, indent=1))
             print_line("\n".join(map(wrapped, lines)))

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from ledger.units import gigabytes, number, percent
 from runtime import program
 from runtime.cluster.tuning import options
 from runtime.config import command_line
+from runtime.files import write_all
 from runtime.run import with_shardings
 from runtime.terminal import RunError, wrapped
 from shardlib.mesh import make_mesh
@@ -90,8 +90,7 @@ def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fi
     estimate = roofline.roofline(ledger, machine, config.devices_per_host)
     print("\n".join(map(wrapped, [title, *report(config, ledger, estimate, fixes)])), flush=True)
     if config.folder is not None:
-        Path(config.folder).mkdir(parents=True, exist_ok=True)
-        files.write(ledger, config.folder, estimate)
+        write_all(config.folder, files.pages(ledger, estimate))
         print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
 
 

@@ -9,7 +9,6 @@ import itertools
 import math
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ledger.count.memory import GROUPS
@@ -20,7 +19,7 @@ from ledger.pages import contents
 from ledger.pages.render import render
 from ledger.pages.table import Bar, Table
 from runtime import program
-from runtime.files import write_whole
+from runtime.files import write_all
 from runtime.terminal import RunError, progress, wrapped
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
@@ -75,12 +74,11 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
     print("\n".join([*best.text(), *map(wrapped, [f"Refused: {refusal}."] * bool(refusal)), "", "Assumed:"]))
     print("\n".join(wrapped(f"- {note}") for note in notes))
     if config.folder is not None:
-        Path(config.folder).mkdir(parents=True, exist_ok=True)
         page = render(
             "sweep.html", title=f"The best ways on {devices:,} × {config.hardware}", best=best, phases=PHASES,
             kinds={kind.replace(" ", "-"): kind for kind in GROUPS}, assumptions=notes,
         )  # fmt: skip
-        write_whole(Path(config.folder) / "sweep.html", page)
+        write_all(config.folder, {"sweep.html": page})
         print(f"{config.folder}: sweep.html")
 
 

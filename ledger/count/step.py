@@ -4,7 +4,7 @@
     with jax.sharding.use_abstract_mesh(AbstractMesh((512, 8), ("d", "t"))):      # any mesh, no device
         ledger = of_step(step.trace(*shapes), {"d": 512, "t": 8}, source=__file__, tokens=4096 * 1024)
     ledger.memory.bytes, ledger.model_flops, ledger.costs.collectives
-    ledger.pages.files.write(ledger, "runs/first")                  # ledger.txt, ledger.json and ledger.html
+    ledger.pages.files.pages(ledger)                                # ledger.txt, ledger.json and ledger.html
 
 docs/ledger.md explains a page and the keys of the JSON.
 """

@@ -1,15 +1,14 @@
-"""The pages of a ledger in a folder: ledger.txt for a terminal, ledger.html for a browser, ledger.json for programs."""
+"""The pages of a ledger: ledger.txt for a terminal, ledger.html for a browser, ledger.json for programs."""
 
 import json
-from pathlib import Path
 
 from ledger.count.step import Ledger
 from ledger.machines.roofline import Roofline
 from ledger.pages import html, text
 
 
-def write(ledger: Ledger, folder: str | Path, roofline: Roofline | None = None) -> None:
-    """Writes the three; the page for a browser with the time that a step takes, where there is a roofline."""
-    (Path(folder) / "ledger.html").write_text(html.page(ledger, roofline), encoding="utf-8")
-    (Path(folder) / "ledger.txt").write_text(text.text(ledger), encoding="utf-8")
-    (Path(folder) / "ledger.json").write_text(json.dumps(ledger.to_json(), indent=1) + "\n", encoding="utf-8")
+def pages(ledger: Ledger, roofline: Roofline | None = None) -> dict[str, str]:
+    """The texts of the three by their names; the page for a browser with the time that a step takes, where there is a
+    roofline."""
+    of_programs = json.dumps(ledger.to_json(), indent=1) + "\n"
+    return {"ledger.html": html.page(ledger, roofline), "ledger.txt": text.text(ledger), "ledger.json": of_programs}

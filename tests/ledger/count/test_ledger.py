@@ -24,8 +24,9 @@ from ledger.count.step import FORMAT
 from ledger.pages import contents
 from ledger.pages import text as page
 from ledger.pages.differences import differences
-from ledger.pages.files import write
+from ledger.pages.files import pages
 from runtime.config.command_line import load
+from runtime.files import write_all
 from tools import compare
 
 SOURCE = Path(train.__file__).read_text().splitlines()
@@ -302,7 +303,7 @@ def test_the_page_fits_a_terminal_and_says_what_costs(tmp_path):
     """ledger.txt has the source's lines with their costs, no line beyond 160 columns, and the sums; ledger.json says
     the same."""
     ledger = ledger_of("c4_a100x8_1b")
-    write(ledger, tmp_path)
+    write_all(tmp_path, pages(ledger))
     text = (tmp_path / "ledger.txt").read_text()
     assert max(map(len, text.splitlines())) <= page.WIDTH
     (row,) = [line for line in text.splitlines() if "gate = shardops.einsum" in line]
@@ -405,7 +406,7 @@ def test_compared_ledgers(tmp_path, called):
     """tools.compare: the exit status says whether two ledgers differ, in digits that differ too; a file that is no
     ledger is one line of error; one of format 1 is read."""
     ledger = ledger_of("local_test_synthetic")
-    write(ledger, tmp_path)
+    write_all(tmp_path, pages(ledger))
     same, other = str(tmp_path / "ledger.json"), tmp_path / "other.json"
     old = {**ledger.to_json(), "format": 1, "text": SOURCE}
     old = json.dumps({key: value for key, value in old.items() if key != "texts"})
