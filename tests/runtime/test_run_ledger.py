@@ -27,7 +27,7 @@ def compiled(tmp_path, capsys) -> str:
     (tmp_path / "step.svg").touch()  # the graph is drawn already
     with small.on_mesh(4, 2, "float32"):
         config = types.SimpleNamespace(training=training, mesh=mesh)
-        run = types.SimpleNamespace(_config=config, _is_leader=True, folder=tmp_path, compiler_options={})
+        run = types.SimpleNamespace(_config=config, _is_leader=True, folder=tmp_path, compiler_options={}, _recorded={})
         run._writing = contextlib.nullcontext
         step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
         state, zero = small.state_of(reference.random_weights(small.MODEL, seed=0)), np.uint32(0)
