@@ -100,13 +100,13 @@ def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequ
     machine, sendings = estimate.hardware, contents.sendings(estimate)
     return [
         *contents.summary(ledger, machine.hbm_bytes, fixes),
+        *of_the_run(config, estimate, ledger),
         "",
         *contents.memory(ledger, machine.hbm_bytes).text(),
         "",
         *contents.times(estimate).text(),
         f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
         f"{percent(estimate.mfu_alone)} if nothing does.",
-        *of_the_run(config, estimate, ledger),
         "",
         *(sendings.text() if sendings.rows else ["Nothing is sent."]),
         "",
