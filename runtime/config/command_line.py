@@ -102,8 +102,7 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
                 leave(1)
         sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
-        leave(141)
+        _leave_a_broken_pipe()
     except refusals() as error:
         print_error(_said(error))
         leave(1)
@@ -114,6 +113,11 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         leave(130)
     finally:
         sys.argv[1:] = arguments
+
+
+def _leave_a_broken_pipe() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
+    leave(141)
 
 
 def _said(error: Exception) -> Exception | str:
@@ -160,7 +164,7 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
         try:
             main(_finish(config_class, composed, node, overrides), *others)
         except BrokenPipeError:
-            raise
+            _leave_a_broken_pipe()  # hydra would say that the job failed
         except refusals() as error:
             print_error(_said(error))
             if node.mode != RunMode.MULTIRUN:

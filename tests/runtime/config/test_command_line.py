@@ -321,13 +321,10 @@ def test_an_error_as_a_program(tmp_path):
     assert program(tmp_path, "training.steps=2.9") == (1, "", error)
 
 
-@pytest.mark.parametrize("flags, arguments, last", [
-    ((), ["--help"], ""),
-    pytest.param(("-u",), [], "Error executing job with overrides: []\n", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_output_that_nobody_reads(tmp_path, flags, arguments, last):
-    """`python -m train --help | head -3`: status 141, as a shell's own programs have it, and no traceback."""
+@pytest.mark.parametrize("flags, arguments", [((), ["--help"]), (("-u",), [])])
+def test_output_that_nobody_reads(tmp_path, flags, arguments):
+    """`python -m train --help | head -3`: status 141, as a shell's own programs have it, and not a word."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
-        assert program(tmp_path, *arguments, flags=flags, output=output) == (141, None, last)
+        assert program(tmp_path, *arguments, flags=flags, output=output) == (141, None, "")
