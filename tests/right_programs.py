@@ -71,6 +71,7 @@ B/d L M | jnp.tanh(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 L/d M
     | shardops.regroup('parts R/d M -> L/d M', lax.map(jnp.tanh, shardops.regroup('L/d M -> parts R/d M', x, parts=2)))
 B/d M/t | jnp.zeros(x.shape) + x
+8 8, 8 M/d -> 8 M/d | jax.scipy.linalg.solve_triangular(x, y, lower=True)
 B/d N, B/d M -> N M | shardops.psum('N M +d -> N M',
     product('B/d N, B/d M -> N M +d', x, Adapted(y, y[:, :8], jnp.ones((8, 64)), 2.0)))
 B/d M/t | jnp.zeros(x.shape)

@@ -817,6 +817,11 @@ M/d -> M | shardops.all_gather('M/d -> M', x.astype(jnp.int2)).astype(jnp.float3
     | an operand of int2, of which XLA sends and reduces none fix: .astype(jnp.int8)
 M -> M/d | jax.random.uniform(shardops.slice('M -> M/d', jax.random.split(jax.random.key(0), 64))[0], x.shape)
     | an operand of key<fry>: operations take numbers
+# What packages compute otherwise where two sizes are equal
+B/d M | x * jnp.array_equal(jnp.arange(x.shape[0]), jnp.arange(8)) | 16/d compared with 8
+B/d M | x * jnp.array_equal(jnp.ones(x.shape[0]), jnp.ones(16)) | 16/d compared with 16
+8 8 8, 8 K/d -> 8 8 K/d | jax.scipy.linalg.solve_triangular(x, y) | 112/d compared with 8
+8 8 8, 8 K/d -> 8 8 K/d | jnp.linalg.solve(x, y) | 112/d compared with 8
 # What JAX runs on one device alone, and what it does not run
 B/d M | (jax.debug.print('{}', 1, ordered=True), x)[1] | 'debug_print' with ordered=True runs on one device alone
 B/d M | lax.cond(jnp.float32(3) > 2, lambda x: (jax.debug.callback(print, 1, ordered=True), x)[1], lambda x: x, x)
