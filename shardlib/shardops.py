@@ -416,6 +416,11 @@ def _divided(x, count: Count):
 
     def rule(states):
         (state,) = states
+        if state.pending and not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ShardingError(
+                f"{x.dtype}, pending over {', '.join(sorted(state.pending))}, over a number of devices: whole numbers "
+                "may wrap around where their sum does not\n  fix: convert before the sum, or reduce it first"
+            )
         for axis in sorted(axes):
             if state.word(axis) != "the same" or state.sized:
                 word = "counted on one device" if state.sized else f"{state.word(axis)} along {axis}"

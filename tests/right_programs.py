@@ -227,6 +227,9 @@ OF_DEVICES = r"""
 B/d M/t -> B/d 2 Z/t | shardops.regroup('B/d M/t -> B/d 2 Z/t', x)
 B/d M/t | x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(jnp.float32)
 d/d M, d/d M -> d/d M | (jnp.tanh(x[0]) * y[0])[None]
+d/d M, t/t M -> d/d t/t | x @ y.T
+d/d t/t M -> d/d t/t M | jnp.stack([x, x])[0]
+d/d M, d/d M -> d/d | jnp.einsum('dm,dm->d', x, y)
 B/d M -> i32 d/d | shardops.index('d')
 B/d M | (jax.debug.print('{}', x), x)[1]
 B/d C M | lax.linalg.householder_product(x, jnp.sum(x, axis=1))

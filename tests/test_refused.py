@@ -822,6 +822,20 @@ B/d M | x * jnp.array_equal(jnp.arange(x.shape[0]), jnp.arange(8)) | 16/d compar
 B/d M | x * jnp.array_equal(jnp.ones(x.shape[0]), jnp.ones(16)) | 16/d compared with 16
 8 8 8, 8 K/d -> 8 8 K/d | jax.scipy.linalg.solve_triangular(x, y) | 112/d compared with 8
 8 8 8, 8 K/d -> 8 8 K/d | jnp.linalg.solve(x, y) | 112/d compared with 8
+# Dims of one element a device keep their place
+d/d M -> d/d | jnp.sum(x @ x.T, axis=1) | 'dot_general' makes two dims that are split over d
+d/d M -> d/d 1 | x @ x.T | 'dot_general' makes two dims that are split over d
+B/d M -> M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d', (lambda s: (s @ s.T) @ s)(
+    shardops.sum_unreduced('d/d b M -> d/d M', shardops.regroup('B/d M -> d/d b M', x)))))
+    | 'dot_general' makes two dims that are split over d
+d/d M -> d/d | jnp.sum(x[:, jnp.array([0])], 1) | 'gather' of a dim of one element a device
+d/d M -> M d/d | x.reshape(64, 1) | 'reshape' of a dim of one element a device
+d/d M, t/t M -> t/t d/d | x @ y.T | 't/t d/d' says t/t, but that dim is split over d in the value
+d/d t/t M -> t/t d/d M | jnp.stack([x, x])[0] | 't/t d/d M' says t/t, but that dim is split over d in the value
+d/d M, M 1 -> 1 d/d | x @ y | '1 d/d' says 1, but that dim is split over d in the value
+# Whole numbers that wrap around
+i32 B/d -> '' | shardops.psum('+d +t -> ', shardops.sum_unreduced('B/d -> +d', x) / shardops.axis_size('t'))
+    | int32, pending over d, over a number of devices: whole numbers may wrap around
 # What JAX runs on one device alone, and what it does not run
 B/d M | (jax.debug.print('{}', 1, ordered=True), x)[1] | 'debug_print' with ordered=True runs on one device alone
 B/d M | lax.cond(jnp.float32(3) > 2, lambda x: (jax.debug.callback(print, 1, ordered=True), x)[1], lambda x: x, x)

@@ -476,13 +476,15 @@ ELEMENTWISE = set(
 )
 # The dims stay where they are.
 _IN_PLACE = """
-    slice dynamic_slice dynamic_update_slice pad concatenate tile rev sort cumsum cumprod cummax cummin cumlogsumexp
+    slice dynamic_slice dynamic_update_slice pad concatenate tile rev sort top_k
+    cumsum cumprod cummax cummin cumlogsumexp
     """.split()
 _MAKES = {"broadcast_in_dim", "iota"}  # a dim whose elements are alike, or are marked
 _KEPT = "iota transpose squeeze stack unstack broadcast_in_dim tile slice dynamic_slice split concatenate".split()
 _REDUCTIONS = """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce psum pmax pmin
     """.split()
+_DROPPING = {*_REDUCTIONS, "squeeze", "reshape", "dot_general"}
 _FACTORIZATIONS = "cholesky qr lu eigh eig svd".split()
 ALONG = {
     **dict.fromkeys(_REDUCTIONS, _reduced),
@@ -519,7 +521,12 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
         for dim, axes in enumerate(row):
             if axes and not is_part(equation.shapes[operand][dim]):
                 to = _moved(equation, operand, dim, sizes)
-                if to is None:
+                if to is None and (equation.name not in _DROPPING or (equation.name == "reshape" and 1 in sizes)):
+                    raise ShardingError(
+                        f"'{equation.name}' of a dim of one element a device: where it is in the result is not known\n"
+                        "  fix: x[0] drops it, y[None] puts it back"
+                    )
+                if to is None:  # the value is one device's own all the same, and a type can put the dim back
                     dropped |= frozenset(axes)
                 else:
                     rows[-1][to] = axes
@@ -541,9 +548,16 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
 
 
 def _moved(equation: Equation, operand: int, dim: int, after: tuple) -> int | None:
-    """Where a dim of one element a device stands in the result; None where it is dropped, or not known to be there: the
-    value is one device's own all the same, and a type can put the dim back."""
+    """Where a dim of one element a device stands in the result; None where it is dropped, or not known to be there."""
     name, params, before = equation.name, equation.params, equation.shapes[operand]
+    if name == "dot_general":
+        contracted, batch = (dims[operand] for dims in params["dimension_numbers"])
+        if dim in batch:
+            return batch.index(dim)
+        free = [other for other in range(len(before)) if other not in (*contracted, *batch)]
+        return None if dim in contracted else free.index(dim) + (len(batch) if operand == 0 else len(after) - len(free))
+    if name == "stack":
+        return dim + (dim >= params["axis"])
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][dim]
     if name == "transpose":
