@@ -33,8 +33,10 @@ _OUTSIDE = (
     "a transfer, an index or a number of devices over {0} outside of shardops: each is written as an operation with a "
     "string, the number as shardops.axis_size('{0}')"
 )
+_LEAKED = "a value is used outside of the differentiated function that made it\n  fix: return it too, with has_aux=True"
 # What an error of JAX's means here.
 _MEANT = (
+    ("unexpected tracer", _LEAKED),  # jax 0.11 and later; before, it is among the constants
     (
         "Batching rule for 'shardlib_mark'",
         "an operation or an annotation under jax.vmap: its string does not name the mapped dim\n"
@@ -84,10 +86,7 @@ def trace_as_it_runs(function, axes: dict[str, int], arguments: list, in_specs: 
 
     jaxpr = traced(function, Check(axes, None), _on_a_device(arguments, in_specs, axes, numbers), axes)
     if any(isinstance(value, jax.core.Tracer) for value in jaxpr.consts):
-        raise ShardingError(
-            "a value is used outside of the differentiated function that made it\n  fix: return it too, with "
-            f"has_aux=True\n  at {where}"
-        )
+        raise ShardingError(f"{_LEAKED}\n  at {where}")
 
 
 def _on_a_device(arguments, in_specs, axes, size) -> list:
