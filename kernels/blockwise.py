@@ -11,11 +11,18 @@ Arrays of blocks: n blocks of a row, B rows, K key heads, R = Q · block queries
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float, Float32, Int32
 
 from kernels import declared
+
+Queries, Keys = Float[jax.Array, "B L Q K D"], Float[jax.Array, "B S K D"]
+OfRows = Int32[jax.Array, "B L"]  # segments of whole rows
+Position, KeyPosition = Int32[jax.Array, "L"], Int32[jax.Array | np.ndarray, "S"]
+OfParts = tuple[Position, KeyPosition, Int32[jax.Array, "B L"], Int32[jax.Array, "B S"]]
 
 # Positions of a block, at most; more where a row would have more than MOST blocks, since pairs go one after another.
 # On two CPU cores a row of 1024 takes with 128, 256 and 512: 155, 186, 279 ms of CPU time forward and backward
@@ -25,15 +32,16 @@ MOST = 64
 ALL = slice(None)  # blocks
 
 
-def forward(q, k, v, places, window=None, cap=None):
-    """Returns o, 'B L Q K D', and the logits' log-sum-exp, 'B L Q K', both in float32.
+def forward(
+    q: Queries, k: Keys, v: Keys, places: OfRows | OfParts, window=None, cap: float | None = None
+) -> tuple[Float32[jax.Array, "B L Q K D"], Float32[jax.Array, "B L Q K"]]:
+    """Returns o and the logits' log-sum-exp.
 
     A query without keys gets a log-sum-exp of about -1e30; ignore its o.
 
     Args:
-      q: 'B L Q K D'. k, v: 'B S K D'.
-      places: of whole rows their segments, int32 'B L'. Of one device's part of rows that are `dealt`, with the keys of
-        all parts or of one: positions of queries and of keys, int32 'L' and 'S', and their segments, 'B L' and 'B S'.
+      places: of whole rows their segments. Of one device's part of rows that are `dealt`, with the keys of all parts or
+        of one: positions of queries and of keys, and their segments.
       window: positions that a query sees, its own included: an int or a scalar array. It masks; blocks that it hides
         are computed all the same.
       cap: logits are cap · tanh(logits / cap).
@@ -75,8 +83,11 @@ def forward(q, k, v, places, window=None, cap=None):
     return _join(o / total[..., None], groups, length), log_sum_exp
 
 
-def backward(q, k, v, places, o, log_sum_exp, gradient, window=None, cap=None):
-    """The gradients of q, k and v in float32, from the o and log-sum-exp of all keys and the gradient of that o."""
+def backward(
+    q: Queries, k: Keys, v: Keys, places: OfRows | OfParts, o: Queries, log_sum_exp: Float32[jax.Array, "B L Q K"],
+    gradient: Queries, window=None, cap: float | None = None,
+) -> tuple[Float32[jax.Array, "B L Q K D"], Float32[jax.Array, "B S K D"], Float32[jax.Array, "B S K D"]]:  # fmt: skip
+    """The gradients of q, k and v, from the o and log-sum-exp of all keys and the gradient of that o."""
     o, places = lax.optimization_barrier((o, places))  # as in `forward`
     length, groups = q.shape[1], q.shape[2]
     blocks = _blocks_of(places, window)

@@ -12,8 +12,13 @@ import json
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
 
 from kernels import declared
+
+Queries, Keys = Float[jax.Array, "B L Q K D"], Float[jax.Array, "B L K D"]
+OfHeads = Float32[jax.Array, "B H L"]  # H = (K Q)
+Segment = Int32[jax.Array, "B L"]
 
 _NAME = "__cudnn$fmhaScaleBiasSoftmax"  # of the foreign function
 
@@ -28,8 +33,8 @@ _BACKWARD = {
 }
 
 
-def forward(q, k, v, segment, window=None, cap=None):
-    """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'. A window is in the mask."""
+def forward(q: Queries, k: Keys, v: Keys, segment: Segment, window=None, cap: None = None) -> tuple[Queries, OfHeads]:
+    """Returns o and the logits' log-sum-exp. A window is in the mask."""
     assert cap is None, "kernels.attention.able gives such logits to another kernel"
     batch, length, groups, heads, dim = q.shape
     o = jax.ShapeDtypeStruct((batch, heads * groups, length, dim), q.dtype)
@@ -40,7 +45,10 @@ def forward(q, k, v, segment, window=None, cap=None):
     return _by_group(o.swapaxes(1, 2), groups), log_sum_exp
 
 
-def backward(q, k, v, segment, o, log_sum_exp, gradient, window=None, cap=None):
+def backward(
+    q: Queries, k: Keys, v: Keys, segment: Segment, o: Queries, log_sum_exp: OfHeads, gradient: Queries, window=None,
+    cap: None = None,
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """The gradients of q, k and v."""
     batch, length, groups, heads, dim = q.shape
     name = f"{_NAME}Backward"

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int32
 
 from kernels import declared
 
@@ -11,8 +12,12 @@ LANES = 128  # rows are padded to a multiple
 BLOCK = 512
 
 
-def attention(q, k, v, segment, window: int | None = None, cap=None, *, save_as: str, interpret: bool = False):
-    """'B L Q K D', with the kernel's own gradient; its result and the logits' log-sum-exp are kept under `save_as`.
+def attention(
+    q: Float[jax.Array, "B L Q K D"], k: Float[jax.Array, "B L K D"], v: Float[jax.Array, "B L K D"],
+    segment: Int32[jax.Array, "B L"], window: int | None = None, cap: float | None = None, *, save_as: str,
+    interpret: bool = False,
+) -> Float[jax.Array, "B L Q K D"]:  # fmt: skip
+    """With the kernel's own gradient; its result and the logits' log-sum-exp are kept under `save_as`.
 
     `interpret` runs the kernel's body as plain JAX, on any device, slowly: for tests.
     """

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from einops import EinopsError, rearrange
+from jaxtyping import Float, Float32
 
 from models import safetensors
 from models.safetensors import Tensor
@@ -142,7 +143,8 @@ def letters(*specs: Spec) -> list[str]:
     return ["".join(known.setdefault(name, chr(97 + len(known))) for name in spec.names) for spec in specs]
 
 
-Adapter = tuple[Place, np.ndarray, np.ndarray]  # a and b of all layers, float32
+Factor = Float32[np.ndarray, "layers ..."]  # a or b of all layers
+Adapter = tuple[Place, Factor, Factor]
 
 
 def saved_in(checkpoint: Checkpoint, places: list[Place], pool: Executor) -> tuple[Adapter, ...]:
@@ -162,7 +164,9 @@ def merged(arrays: dict[str, LazyArray], trained: Sequence[Adapter], scale: floa
     return arrays
 
 
-def _added(place: Place, a: np.ndarray, b: np.ndarray, values: np.ndarray, bounds: Bounds) -> np.ndarray:
+def _added(
+    place: Place, a: Factor, b: Factor, values: Float[np.ndarray, "*chunk"], bounds: Bounds
+) -> Float[np.ndarray, "*chunk"]:
     """A chunk of an array, plus its part of a · b."""
     start = len(place.part)
     edges = bounds[1 : 1 + start]
@@ -205,11 +209,11 @@ class Named:
     def theirs(self, which: str) -> str:
         return f"rank {self.read}" if which == "a" else f"{self.written} rank"
 
-    def out(self, which: str, values: np.ndarray) -> np.ndarray:
+    def out(self, which: str, values: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "out in"]:
         """One a or b in PEFT's layout."""
         return rearrange(values, f"{' '.join(self.ours(which))} -> {self.theirs(which)}")
 
-    def in_(self, which: str, values: np.ndarray) -> np.ndarray:
+    def in_(self, which: str, values: Float32[np.ndarray, "out in"]) -> Float32[np.ndarray, "..."]:
         sizes = {name: self.place.sizes[name] for name in self.ours(which) if name != "rank"}
         return rearrange(values, f"{self.theirs(which)} -> {' '.join(self.ours(which))}", **sizes)
 
@@ -238,11 +242,11 @@ def named(family: ModuleType, model: Any, places: list[Place]) -> list[Named]:
     return result
 
 
-def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np.ndarray], about: dict) -> None:
+def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], Factor], about: dict) -> None:
     """Writes a folder that PEFT loads.
 
     Args:
-      read: returns a or b of all layers, float32.
+      read: returns a or b of all layers.
       about: rank, alpha, dropout, base (the model that they were trained on) and task (PEFT's task_type).
     """
     if len({"expert_gate", "expert_up"} & {entry.place.name for entry in names}) == 1:
@@ -289,7 +293,7 @@ def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: lis
     return by_expert | {name: tensor for name, tensor in tensors.items() if name not in fused}
 
 
-def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Callable[[Place, str], np.ndarray]:
+def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Callable[[Place, str], Factor]:
     """A function that returns a or b of all layers of a place, from a folder that PEFT wrote.
 
     Raises:
@@ -325,7 +329,7 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
         raise RunError("\n  ".join([f"the adapters in {folder} are not those of this run:", *problems[:10], *more]))
     by_place = {entry.place.path: entry for entry in names}
 
-    def read(place: Place, which: str) -> np.ndarray:
+    def read(place: Place, which: str) -> Factor:
         entry = by_place[place.path]
         parts = [tensors[entry.tensor(which, at)].read(slice(None)) for at in np.ndindex(entry.numbered)]
         parts = [entry.in_(which, values.astype(np.float32)) for values in parts]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from einops import rearrange
+from jaxtyping import Float32
 
 from models.huggingface import Source, described
 from models.layers import RopeScaling, frequencies
@@ -106,7 +107,7 @@ def _gguf_parts(gguf: Any, file: Path) -> tuple[dict[str, Any], dict[str, Tensor
     return config, tensors
 
 
-def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, Any]:
+def _llama3_scaling(factors: Float32[np.ndarray, "values"], base: float, file: Path) -> dict[str, Any]:
     """The scaling of Llama 3.1 to 3.3; a GGUF file holds each pair's divisor."""
     about = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling = RopeScaling(kind="llama3", factor=about["factor"])
@@ -176,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 def _dequantized(
     gguf: Any, file: Path, tensor: Any, shape: tuple[int, ...], heads: int | None, rows: slice
-) -> np.ndarray:
+) -> Float32[np.ndarray, "rows ..."]:
     with _readable(file):
         if heads is None:  # a quantized row is a row of blocks
             data = tensor.data.reshape(shape[0], -1)[rows]
@@ -264,7 +265,9 @@ def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Ten
     return config, tensors
 
 
-def _joined(parts: list[dict[str, Any]], key: str, axis: int, heads: int | None, rows: slice) -> np.ndarray:
+def _joined(
+    parts: list[dict[str, Any]], key: str, axis: int, heads: int | None, rows: slice
+) -> Float32[np.ndarray, "rows ..."]:
     arrays = [part[key].float().numpy() for part in parts]
     values = arrays[0] if arrays[0].ndim == 1 else np.concatenate(arrays, axis)
     return (rearrange(values, HALVES_TO_NEIGHBOURS, H=heads, two=2) if heads else values)[rows]

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 from einops import rearrange
+from jaxtyping import Float
 
 from models import adapters, safetensors
 from models.adapters import Adapter
@@ -95,10 +96,10 @@ class Row:
         left, _, right = self.pattern.partition(" -> ")
         return left == right
 
-    def read_in(self, values: np.ndarray) -> np.ndarray:
+    def read_in(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
         return values if self.is_plain else rearrange(values, self.pattern, **self.sizes)
 
-    def read_out(self, values: np.ndarray) -> np.ndarray:
+    def read_out(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
         left, _, right = self.pattern.partition(" -> ")
         return values if self.is_plain else rearrange(values, f"{right} -> {left}", **self.sizes)
 

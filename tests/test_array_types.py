@@ -1,9 +1,11 @@
-"""The test suite checks the array types of host code."""
+"""The test suite checks the array types of host code, and of kernels, which see one device's part."""
 
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
 
+from kernels import blockwise
 from runtime.data import order
 from tools.whole_rows import Sequences
 
@@ -20,3 +22,17 @@ def test_array_types_are_checked():
     Sequences(ids, lengths, np.ones(3, bool))
     with pytest.raises(jaxtyping.TypeCheckError):
         Sequences(ids, lengths, np.ones(2, bool))
+
+
+def test_a_kernels_operands_are_checked():
+    """Keys of another batch than the queries, and segments of another type."""
+    q, k, segment = (
+        np.zeros((2, 8, 1, 2, 4), np.float32),
+        np.zeros((2, 8, 2, 4), np.float32),
+        np.zeros((2, 8), np.int32),
+    )
+    q, k, segment = map(jnp.asarray, (q, k, segment))
+    blockwise.forward(q, k, k, segment)
+    for wrong in (q, k[:1], k, segment), (q, k, k, segment > 0):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            blockwise.forward(*wrong)
