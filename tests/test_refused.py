@@ -493,6 +493,8 @@ B/d M | x * (1.0 / x.shape[0]) | said of a number that depends on how many devic
 B/d M -> M | (np.ones(x.shape[0]) / x.shape[0]) @ x
     | asked for as a number, which is another one on each mesh fix: jnp.ones
 B/d M | x * np.ones(x.shape, np.float32) | asked for as a number
+B/d M | x * x.shape[0] ** -0.5 | asked for as a number
+B/d M -> M | x[x.shape[0] - 1] | asked for as a number
 B/d M, M -> B/d M | x * jnp.max(y[: x.shape[0]]) | makes a dim of the size of a device's part
 B/d M, M -> B/d | y[: x.shape[0]] | makes a dim of the size of a device's part
 B/d M, M -> B/d M | x * jnp.max(lax.dynamic_slice(y, (0,), (x.shape[0],)))

@@ -52,7 +52,7 @@ _MEANT = (
     (
         # The last: jax 0.11 and later, where a size is computed with outside of a trace.
         "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size|"
-        "process_primitive",
+        "process_primitive|non-integer powers|valid indices. Got .*split_over_",
         NUMBER,
     ),
 )
