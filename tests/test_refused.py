@@ -446,6 +446,8 @@ B/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x) | each d
 B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | each device would pair them by its own index
 u32 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float32))
     | makes float32 of a value that is pending over d, uint32: whole numbers may wrap around
+B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float4_e2m1fn)
+    .astype(jnp.float32)) | makes float4_e2m1fn of a value that is pending over d, float32
 B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0])
     | 'reshape' makes a minor dim of a dim that is made to the size of a device's part
 B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+import numpy as np
 
 from shardlib.proof.parts import Parts, is_part, shown
 from shardlib.proof.states import LOCAL_IOTA, Dims, State, agree, merged
@@ -100,7 +101,10 @@ def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
 # -- What is linear, and in which operands -----------------------------------------------------------------------------
 def sums_stay_sums(before, after) -> bool:
     """Whether the sum of terms that become of another type is still the sum: terms that are whole numbers may wrap
-    around where their sum does not, and what is rounded to whole numbers is not added first."""
+    around where their sum does not, what is rounded to whole numbers is not added first, and a type without infinity or
+    NaN, as of 4 bits, holds its largest number where a term is larger."""
+    if jnp.issubdtype(after, jnp.inexact) and np.isfinite(np.array(np.inf).astype(after)):
+        return False
     return before == after or (jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact))
 
 
