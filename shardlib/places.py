@@ -28,7 +28,7 @@ def defines_operations(file_name: str):
 def is_users(file_name: str) -> bool:
     """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files,
     wherever packages are (a user's own, Debian's, a folder of `pip install --target`). A cell of IPython's is."""
-    if file_name.startswith(tuple(_not_users)):
+    if file_name.startswith(tuple(_not_users)) or file_name.endswith(".pyx"):  # Cython's, of NumPy
         return file_name.startswith("<ipython-input")
     return not any(_has_packages(str(folder)) for folder in Path(file_name).parents)
 

@@ -36,7 +36,7 @@ from jax import lax
 from shardlib.mesh import row_major
 from shardlib.places import unbound, users_line
 from shardlib.proof import marks
-from shardlib.proof.parts import Count, is_part
+from shardlib.proof.parts import Count, is_part, shown
 from shardlib.proof.rules import sums_stay_sums
 from shardlib.proof.states import State, dual, require, require_dual
 from shardlib.shardtypes import (
@@ -262,8 +262,8 @@ def _require_meaning(recipe, planned, operands, options, dtype):
         raise ShardingError("a sum of truth values is none: any, or numbers")
     on_the_way = {name: _element(options[name]) for name in _ON_THE_WAY if options.get(name) is not None}
     for name, other in on_the_way.items():
-        if not jnp.issubdtype(other, jnp.inexact):
-            raise ShardingError(f"{name} is a float type, not {other}")
+        if not jnp.issubdtype(other, jnp.inexact) or (name == "sent_as" and jnp.finfo(other).bits % 8):
+            raise ShardingError(f"{name} is a float type{' of whole bytes' * (name == 'sent_as')}, not {other}")
     for spec, before in zip(recipe.operands, dtypes):
         is_term = spec.pending or (is_sum and jnp.issubdtype(before, jnp.inexact))
         for after in (*on_the_way.values(), dtype) if is_term and not planned.calls else ():
@@ -1097,6 +1097,10 @@ def _vjp(name, function, args, has_aux=False):
     def pull(cotangent):
         if jax.tree.structure(cotangent) != jax.tree.structure(result):
             raise ShardingError(f"the cotangent is no tree like the result\n{where}")
+        for one, other in zip(jax.tree.leaves(cotangent), results):
+            if jnp.shape(one) != jnp.shape(other):
+                shapes = " and ".join(shown(jnp.shape(x)) for x in (one, other))
+                raise ShardingError(f"the cotangent has another shape than the result, {shapes}\n{where}")
         operands = *results, *jax.tree.leaves(cotangent), *leaves
         # What is pulled back may send wherever something has been sent.
         return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, where=where, moves=check.moves)

@@ -487,6 +487,12 @@ def pulled_back(w: f32['M'], x: f32['B/d M'], y: f32['B/d M']) -> tuple[f32['M']
     return shardops.psum('M +d +t -> M', of_w), shardops.psum('B/d M +t -> B/d M', of_x)
 
 
+@right
+def pulled_ones(x: f32['B/d M/t']) -> f32['B/d M/t']:
+    y, pull = shardops.vjp(lambda x: shardops.sum_unreduced('B/d M/t -> B/d +t', x**2), x)
+    return pull(jnp.ones(y.shape))[0]
+
+
 @pytree_dataclass
 class Layer:
     w: f32['M/d M2/t']

@@ -496,6 +496,9 @@ B/d M -> M | (np.ones(x.shape[0]) / x.shape[0]) @ x
     | asked for as a number, which is another one on each mesh fix: jnp.ones
 B/d M | x * np.ones(x.shape, np.float32) | asked for as a number
 B/d M | x * x.shape[0] ** -0.5 | asked for as a number
+B/d M | x + np.arange(x.shape[0])[:, None] | computed from the size of a split dim, is asked for as a Python number
+B/d M | x if x[0, 0] > 0 else -x | is asked for as a Python number, a truth value or a NumPy array: it is not known
+B/d M | x * np.random.RandomState(x.shape[0]).rand() | Cannot cast scalar
 B/d M -> M | x[x.shape[0] - 1] | asked for as a number
 B/d M, M -> B/d M | x * jnp.max(y[: x.shape[0]]) | makes a dim of the size of a device's part
 B/d M, M -> B/d | y[: x.shape[0]] | makes a dim of the size of a device's part
@@ -602,7 +605,7 @@ i32 B/d M -> i32 M | shardops.psum('M +d -> M', jnp.dot(bytes_over_d(x), jnp.eye
     preferred_element_type=jnp.int32))
     | 'dot_general' makes int32 of a value that is pending over d, int8
 M/d F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M +t', shardops.sum_unreduced('M/d F/t ->
-    M/d +t', x), sent_as=jnp.int8)) | sent_as is a float type, not int8
+    M/d +t', x), sent_as=jnp.int8)) | sent_as is a float type of whole bytes, not int8
 M/d | gathered(x, reduce_dtype=jnp.int32) | reduce_dtype is a float type, not int32
 M/t, M/t -> '' | shardops.psum('+t -> ', shardops.einsum_unreduced('M/t, M/t -> +t', x, y, rounded_to=jnp.int32))
     | rounded_to is a float type, not int32
@@ -792,6 +795,10 @@ M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squ
     jnp.float32), x) | 'mul' of a value that is pending over d and one that is split over d
 M, B/d M -> M | shardops.vjp(lambda w: jnp.tanh(w[None] * y), x)[1](y)[0]
     | the cotangent of result 0 is the same along t, but must be pending.*in shardops.vjp
+B/d M, B/d M | shardops.vjp(jnp.tanh, x)[1](jnp.ones((16, 64)))[0]
+    | the cotangent has another shape than the result, (16, 64) and (16/d, 64)
+B/d | shardops.vjp(jnp.tanh, x)[1](jnp.arange(x.shape[0], dtype=jnp.float32))[0]
+    | the cotangent of result 0 is positions that each device counts from 0
 M, B/d M -> M | shardops.vjp(lambda w: shardops.sum_unreduced('B/d M -> M +d', w[None] * y), x)[1](x)[0]
     | the cotangent of result 0 is the same along t
 # What has no gradient is refused by the check already, not by the run

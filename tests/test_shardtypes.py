@@ -326,6 +326,9 @@ def test_results_that_are_not_as_annotated():
     text = prove.refusal(prove.program("M/d -> ''", "shardops.sum_unreduced('M/d -> +d', x)"))
     assert says("'' says the same along d, but the value is still a sum over d that nobody has taken", text)
     assert says("reduce it, or write '+d' it lies as '+d' against the result of program (", text)
+    mesh = dict(r=1, d=2, t=2)  # axes in the mesh's order
+    summed = "shardops.psum('+r -> ', shardops.sum_unreduced('M/r/d F/t -> +r +d +t', x))"
+    assert says("it lies as '+r +d +t'", prove.refusal(prove.program("M/r/d F/t -> ''", summed), mesh))
     text = prove.refusal(prove.program("M/d F -> F/d M", "x.T"), dict(d=1, t=1))
     assert "'F/d M' says F/d, but that dim is whole in the value: write F" in text
 

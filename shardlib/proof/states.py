@@ -4,6 +4,7 @@ dim."""
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from shardlib.proof import marks
 from shardlib.spec import ShardingError, Spec
 
 Axes = tuple[str, ...]  # what splits a dim, major first; () is whole
@@ -107,7 +108,8 @@ def _as_it_lies(spec: Spec, state: State) -> str:
     if len(spec.dims) != len(state.dims) or state.without_dim:
         return ""
     dims = tuple(replace(dim, axes=axes) for dim, axes in zip(spec.dims, state.dims))
-    return f"\n  it lies as '{Spec(dims, tuple(sorted(state.pending)))}'"
+    pending = tuple(axis for axis in marks.current().axes if axis in state.pending)
+    return f"\n  it lies as '{Spec(dims, pending)}'"
 
 
 def agree(what: str, rows: Sequence[Dims]) -> Dims:
@@ -164,14 +166,18 @@ def dual(state: State, axes: Collection[str]) -> State:
 
 
 def require_dual(state: State, of: State, axes: Collection[str], what: str):
-    """Raises `ShardingError` if a gradient, or a cotangent, is not of the dual type of a value."""
+    """Raises `ShardingError` if a gradient, or a cotangent, is not of the dual type of a value. One that was made to
+    the size of a part may stand for a split one, as in `require`."""
     expected = dual(of, axes)
     if state.sized or of.sized:
         raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
+    if state.local_iota:
+        raise ShardingError(f"{what} is {LOCAL_IOTA}")
     if state.zero:
         return
     for axis in sorted(axes):
-        if state.word(axis) != expected.word(axis):
+        words = state.word(axis), expected.word(axis)
+        if words[0] != words[1] and not (words == ("the same", "split") and axis in {a for d in state.dims for a in d}):
             raise ShardingError(
                 f"{what} is {state.word(axis)} along {axis}, but must be {expected.word(axis)}, since the value is "
                 f"{of.word(axis)} along it (same and pending change places)"

@@ -48,6 +48,12 @@ _MEANT = (
         "a number of devices is given to a function: x / shardops.axis_size('d') is written with /, a plain number is "
         "int(shardops.axis_size('d'))",
     ),
+    (
+        "boolean conversion of traced|Abstract tracer value|conversion method __array__",
+        "a value, or what was computed from the size of a split dim, is asked for as a Python number, a truth value or "
+        "a NumPy array: it is not known while the program is traced\n"
+        "  fix: jnp, jnp.where, lax.cond; a number of the whole is x.shape[0] * shardops.axis_size('d')",
+    ),
     ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
     (
         # The last: jax 0.11 and later, where a size is computed with outside of a trace.

@@ -89,8 +89,11 @@ class Walk:
         """The state of a number or an array that the trace holds."""
         if isinstance(value, jax.core.Tracer):
             raise ShardingError(
-                f"a {self.rule or 'function'} closes over a value of the program: its state is not known in the "
-                "backward rule\n  fix: make it an argument, and a residual"
+                f"a {self.rule} closes over a value of the program: its state is not known in the backward rule\n"
+                "  fix: make it an argument, and a residual"
+                if self.rule
+                else "a value of another trace: of the program around typed_shard_map, or one that a cache has kept\n"
+                "  fix: pass it as an argument; what is kept for the next call (functools.cache) is made by NumPy"
             )
         is_zero = jnp.result_type(value) == jax.dtypes.float0 or (jnp.shape(value) == () and bool(value == 0))
         return State(((),) * jnp.ndim(value), zero=is_zero)
