@@ -13,6 +13,7 @@ by rules instead of by timing them: schedule and memory are close to the real on
 import importlib.util
 import math
 import re
+from collections.abc import Mapping
 
 import jax
 from jax.experimental import topologies
@@ -103,7 +104,7 @@ gpu_device_info {{
 }}"""
 
 
-def compile(traced: jax.stages.Traced, options: dict[str, str]) -> jax.stages.Compiled:
+def compile(traced: jax.stages.Traced, options: Mapping[str, str | bool]) -> jax.stages.Compiled:
     """Compiles a step that was traced on a mesh of absent devices, with these options of XLA's. Raises `TooLarge` if it
     does not fit."""
     try:
