@@ -998,6 +998,17 @@ def test_the_mesh_divides_sizes_that_a_program_makes():
 
 
 # -- Annotations -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("body", ["pl.cdiv(x.shape[0], 4)", "quarter(x.shape[0])", "divmod_by_4(x.shape[0])[0]"])
+def test_the_mesh_divides_sizes_that_a_package_makes(body):
+    """16/d // 4 is 4/d where the mesh divides that; on eight devices it is refused, in a package and in code of no file
+    as in the program itself."""
+    known = {"pl": pl}
+    exec("quarter = lambda n: n // 4\ndivmod_by_4 = lambda n: divmod(n, 4)", known)
+    scaled = program("B/d M", f"x * ({body} * shardops.axis_size('d'))", known)
+    assert prove(scaled, dict(d=4, t=2))
+    assert "which the mesh does not divide" in refused(scaled, dict(d=8, t=1))
+
+
 def test_annotations_without_a_value():
     """An annotated local without a value is refused where it stands: nobody could read it."""
     with pytest.raises(ShardingError) as caught:

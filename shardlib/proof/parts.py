@@ -56,6 +56,17 @@ class Parts:
         """The size in the whole array."""
         return _read(size)[0]
 
+    def divides(self, size) -> bool:
+        """Whether the mesh divides a product of sizes; what is no such product, as a sum, is no size anyhow."""
+        whole, devices = 1, 1
+        for factor in str(size).removeprefix("-").split("*"):
+            match = _SYMBOL.fullmatch(factor)
+            if not match and not factor.isdigit():
+                return True
+            whole *= 1 if match else int(factor)
+            devices *= self.devices(tuple(match[1].split("__"))) if match else 1
+        return whole % devices == 0
+
     def on_mesh(self, size):
         """The number that it is on the mesh, or, of a size that is no part of a dim, its text."""
         try:
@@ -130,11 +141,14 @@ def guarded(parts: Parts):
     times, over = before["__mul__"], before["__floordiv__"]
 
     def divide(size, other):
-        if is_part(result := over(size, other)) and _asked_by_user():
+        result, by_user = over(size, other), _asked_by_user()
+        if is_part(result) and by_user:
             try:
                 parts.axes(result)
             except ShardingError as error:
                 raise refused(f"{shown(size)} // {shown(other)} makes {error}\n  at {users_line()}") from None
+        if is_part(result) and not parts.divides(result):
+            raise InconclusiveDimensionOperation(f"{size} // {other}, which the mesh does not divide")
         return result
 
     _Size.__mul__ = lambda size, other: other * size if isinstance(other, Count) else times(size, other)
@@ -181,6 +195,8 @@ def _asked(name: str, method: Callable):
         if name == "__mod__" and not by_user and isinstance(other[0], int) and other[0] != 1:
             raise InconclusiveDimensionOperation(f"{size} % {other[0]}")
         if not by_user:
+            if name == "__divmod__":
+                size // other[0]  # it raises where the mesh does not divide
             return method(size, *other)
         raise refused(
             f"what is computed must not depend on the size of a device's part: {shown(size)}, compared, divided, "

@@ -251,10 +251,9 @@ _COUNTED = "count in the whole array: x.shape[0] * shardops.axis_size('d') eleme
 _FIXES = {
     _REDUCED: ["reduces", "contracts"],
     "all_gather it first, or all_to_all the split to another dim": ["runs along"],
-    "all_gather it first; index_unreduced looks up rows of a split dim": [
-        "indexes",
+    "all_gather it first; index_unreduced looks up rows of a split dim": ["indexes", "writes to"],
+    "all_gather it first; positions in the whole are shardops.slice('L -> L/d', jnp.arange(L))": [
         "changes the length of",
-        "writes to",
     ],
     "all_gather indices and values first; a sum by index is an einsum_unreduced with jax.nn.one_hot(indices, n)": [
         "writes at indices of"
