@@ -39,18 +39,7 @@ from shardlib import shardops
 from shardlib.mesh import current_mesh
 from shardlib.products import Quantized
 from shardlib.shard_map import typed_shard_map
-from shardlib.shardtypes import (
-    Array,
-    ArrayType,
-    bool_,
-    f32,
-    i8,
-    i32,
-    map_type,
-    narrowed,
-    pytree_dataclass,
-    u32,
-)
+from shardlib.shardtypes import Array, ArrayType, bool_, f32, i8, i32, map_type, narrowed, pytree_dataclass, u32
 from shardlib.spec import expanded
 from shardlib.typed import typed
 

@@ -34,15 +34,7 @@ from models.adapters import Adapter
 from models.config import SETTINGS, WITHOUT_EFFECT, Fields, brief, same
 from models.safetensors import Tensor, read_json
 from runtime import program
-from runtime.checkpoints.checkpoint import (
-    Bounds,
-    Checkpoint,
-    LazyArray,
-    named_leaves,
-    open_newest,
-    read_block,
-    restore,
-)
+from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, named_leaves, open_newest, read_block, restore
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from runtime.terminal import RunError, needs_package
 
