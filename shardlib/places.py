@@ -38,6 +38,29 @@ def _has_packages(folder: str) -> bool:
     return Path(folder).name in ("site-packages", "dist-packages") or any(Path(folder).glob("*.dist-info"))
 
 
+# Packages that compare sizes only to refuse what does not fit.
+_REFUSE_ALONE = re.compile(r"[/\\](jax|jaxlib|numpy|ml_dtypes|opt_einsum|einops|jaxtyping|typeguard)[/\\]")
+
+
+def decides_by_sizes(depth: int) -> bool:
+    """Whether what a size answers may decide what is computed: the frame so far up is of the user's program, or of a
+    package but shardlib, JAX and others that refuse alone. Of code of no file, and Python's own, its caller decides."""
+    frame = sys._getframe(depth)
+    while frame.f_back is not None and _is_its_callers(frame.f_code.co_filename):
+        frame = frame.f_back
+    file_name = frame.f_code.co_filename
+    if is_users(file_name):
+        return True
+    return not file_name.startswith(tuple(_not_users)) and not _REFUSE_ALONE.search(file_name)
+
+
+@functools.cache
+def _is_its_callers(file_name: str) -> bool:
+    if is_users(file_name) or "-packages" in file_name:
+        return False
+    return file_name.startswith(("<", sysconfig.get_paths()["stdlib"] + os.sep))
+
+
 def users_line() -> str:
     """'file:line' of the innermost frame of the user's program."""
     frame = sys._getframe(1)

@@ -997,18 +997,26 @@ def test_the_mesh_divides_sizes_that_a_program_makes():
         assert prove(function, dict(d=2, t=2)) > 0
 
 
-# -- Annotations -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("body", ["pl.cdiv(x.shape[0], 4)", "quarter(x.shape[0])", "divmod_by_4(x.shape[0])[0]"])
-def test_the_mesh_divides_sizes_that_a_package_makes(body):
-    """16/d // 4 is 4/d where the mesh divides that; on eight devices it is refused, in a package and in code of no file
-    as in the program itself."""
-    known = {"pl": pl}
-    exec("quarter = lambda n: n // 4\ndivmod_by_4 = lambda n: divmod(n, 4)", known)
-    scaled = program("B/d M", f"x * ({body} * shardops.axis_size('d'))", known)
+def test_the_mesh_divides_sizes_that_jax_makes():
+    """JAX's own helper makes 4/d of 16/d where the mesh divides that; on eight devices it is refused."""
+    scaled = program("B/d M", "x * (pl.cdiv(x.shape[0], 4) * shardops.axis_size('d'))", {"pl": pl})
     assert prove(scaled, dict(d=4, t=2))
     assert "which the mesh does not divide" in refused(scaled, dict(d=8, t=1))
 
 
+@pytest.mark.parametrize("body", [
+    "n // 4 * 3", "divmod(n, 4)[1]", "2 if n == 16 else 3", "2 if n in (8, 16) else 3", "{16: 2}.get(n, 3)",
+])  # fmt: skip
+def test_what_a_package_decides_by_a_size_is_refused(body, tmp_path):
+    """As in the program itself: in an installed package, and in code of no file."""
+    (tmp_path / "site-packages").mkdir()
+    module = module_of(tmp_path / "site-packages/decided.py", f"decided = lambda n: {body}\n")
+    for decided in module.decided, eval(f"lambda n: {body}"):
+        text = refused(program("B/d M", "x * decided(x.shape[0])", {"decided": decided}), dict(d=8, t=1))
+        assert says("depend on the size of a device's part|which d=8 cannot divide", text)
+
+
+# -- Annotations -------------------------------------------------------------------------------------------------------
 def test_annotations_without_a_value():
     """An annotated local without a value is refused where it stands: nobody could read it."""
     with pytest.raises(ShardingError) as caught:
