@@ -155,7 +155,7 @@ class Run:
         self._program = program.recorded(config)
         self._recorded = {name: value for name, value in self._program.items() if name != "source"}
         self.folder = Path("runs" if "://" in root else root) / name
-        self.compiler_options = options(jax.devices()[0])
+        self.compiler_options = options(jax.devices()[0], vars(config.mesh).get("p", 1))
         self._in_flight = InFlight()
 
     def __enter__(self) -> "Run":

@@ -15,7 +15,6 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_parallel_codegen_split_count=1",  # of programs as small as these each part costs more than it saves
     "--xla_cpu_multi_thread_eigen=false",
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # as in every run
 ])  # fmt: skip
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The tests neither read nor fill the user's. One of their own is hardly ever hit, since runs put the source's lines

@@ -22,6 +22,7 @@ from ledger.compiled.check import differences
 from ledger.count.step import of_step
 from models import experts, huggingface, layers, llama, mixtral
 from optimizers import State
+from runtime.cluster.tuning import options
 from runtime.config.keys import PairTokens
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
@@ -105,7 +106,7 @@ def stepped(config, tree, batch=BATCH, steps=1, module=train_any):
         placed = task.Batch(*arrays, batch.is_target.astype(np.float32))
         placed, zero = jax.device_put(placed, make_shardings(task.Batch)), jnp.uint32(0)
         program, found = jax.jit(step).trace(state, zero, zero, placed), []
-        compiled = program.lower().compile()
+        compiled = program.lower().compile(options(jax.devices()[0], vars(config.mesh).get('p', 1)))
         ledger = of_step(program, vars(config.mesh), source=module.__file__, tokens=batch.targets.size)
         rows = differences(ledger, compiled.as_text())
         reasons = 'as all bfloat16 is by XLA:CPU', 'merged with an equal one'

@@ -453,11 +453,15 @@ def test_adapters_of_peft_are_taken(name, pool, tmp_path):
     if dropout is None:
         return
     about = {"base": name, "rank": 3, "alpha": 5.0, "dropout": dropout, "task": "CAUSAL_LM"}
-    adapters.write_peft(tmp_path, named, lambda place, which: getattr(values[place.path], which), about)
+
+    def read(place, which):
+        return getattr(values[place.path], which)
+
+    adapters.write_peft(tmp_path, named, read, about)
     if name == "olmoe":
         gate = [each for each in named if each.place.name == "expert_gate"]
         with pytest.raises(RunError, match="PEFT has adapters of experts' gate and up together"):
-            adapters.write_peft(tmp_path / "gate", gate, None, about)
+            adapters.write_peft(tmp_path / "gate", gate, read, about)
     written, expected = (load_file(each / "adapter_model.safetensors") for each in (tmp_path, folder))
     assert written.keys() == expected.keys()
     for key, tensor in expected.items():

@@ -11,9 +11,6 @@ from pathlib import Path
 
 # The compiler's options for a step, by JAX's name of the platform or of the kind of device.
 OPTIONS: dict[str, dict[str, str | bool]] = {
-    # XLA:CPU's order for concurrency lets a collective overtake those of a loop before it, on some devices: a pipeline
-    # of two stages with c=2 and d=2 stood still within 50 steps, and not in 1,600 without (jax 0.10.2, 2026-11-27).
-    "cpu": {"xla_cpu_enable_concurrency_optimized_scheduler": False},
     # On NVIDIA GPUs XLA's own schedule hides what can be hidden (1b and 2b compiled for 8 and 32 H200s, 2026-11-22; not
     # run there).
     "gpu": {
@@ -50,10 +47,18 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
     },
 }
 
+# XLA:CPU's order for concurrency lets a collective overtake those of a loop that it does not depend on, but not on all
+# devices: a pipeline of two stages with c=2 and d=2 stood still within 50 steps, and not in 1,750 without it (jax
+# 0.10.2, 2026-11-27). Only pipelines have such loops.
+STAGES_ON_CPUS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 
-def options(device) -> dict[str, str | bool]:
-    """The compiler's options for a step on this kind of `jax.Device`, without those that the user has set."""
+
+def options(device, stages: int = 1) -> dict[str, str | bool]:
+    """The compiler's options for a step on this kind of `jax.Device`, without those that the user has set. stages: of a
+    pipeline."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
+    if device.platform == "cpu" and stages > 1:
+        wanted |= STAGES_ON_CPUS
     return {name: value for name, value in wanted.items() if not is_given(name)}
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runtime.cluster.tuning import OPTIONS, has_bfloat16, keep_programs, options
+from runtime.cluster.tuning import OPTIONS, STAGES_ON_CPUS, has_bfloat16, keep_programs, options
 
 COUNT = """
 import sys, jax
@@ -75,13 +75,12 @@ class Device:
 V5P, V5E = Device("tpu", "TPU v5"), Device("tpu", "TPU v5 lite")
 
 
-def test_options_are_of_the_platform_and_the_kind_of_device(monkeypatch):
+def test_options_are_of_the_platform_and_the_kind_of_device():
     """Gathers are fused with products on TPU v5e alone, which has no SparseCores: libtpu 0.0.48 refuses that
-    elsewhere. The tests set the CPU's themselves, for all programs."""
-    assert options(Device("cpu", "cpu")) == {} and options(Device("gpu", "NVIDIA H200")) == OPTIONS["gpu"]
-    monkeypatch.delenv("XLA_FLAGS")
-    assert options(jax.devices()[0]) == OPTIONS["cpu"]
-    jax.jit(jnp.sin).lower(1.0).compile(compiler_options=OPTIONS["cpu"])
+    elsewhere. A CPU's are for pipelines."""
+    assert options(Device("cpu", "cpu")) == {} and options(Device("gpu", "NVIDIA H200"), 4) == OPTIONS["gpu"]
+    assert options(jax.devices()[0], 4) == STAGES_ON_CPUS
+    jax.jit(jnp.sin).lower(1.0).compile(compiler_options=STAGES_ON_CPUS)
     assert options(V5P) == OPTIONS["tpu"] and options(V5E) == OPTIONS["tpu"] | OPTIONS["TPU v5 lite"]
     assert "xla_tpu_enable_async_collective_fusion" in options(V5E).keys() - options(V5P).keys()
 
