@@ -43,8 +43,9 @@ _REFUSE_ALONE = re.compile(r"[/\\](jax|jaxlib|numpy|ml_dtypes|opt_einsum|einops|
 
 
 def decides_by_sizes(depth: int) -> bool:
-    """Whether what a size answers may decide what is computed: the frame so far up is of the user's program, or of a
-    package but shardlib, JAX and others that refuse alone. Of code of no file, and Python's own, its caller decides."""
+    """Whether the function so many frames up could let a size decide what is computed: one of the user's program or of
+    a package does, but for shardlib, JAX and those that only refuse. For code of no file, and for Python's own modules,
+    it is their caller that counts."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and _is_its_callers(frame.f_code.co_filename):
         frame = frame.f_back
