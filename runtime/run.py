@@ -259,7 +259,7 @@ class Run:
         began = time.perf_counter()
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
-            seen = {"compile_s": time.perf_counter() - began, "peak_memory_bytes": peak_bytes(compiled)}
+            seen = {"compile_s": time.perf_counter() - began, "peak_memory_bytes": peak_bytes(compiled) or None}
             self._compiled = {**seen, "predicted_step_time_s": bound.step_s if bound else None}
             lines, rows = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))

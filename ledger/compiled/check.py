@@ -132,7 +132,8 @@ def _reason(written: collections.Counter[int], compiled: collections.Counter[int
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """The bytes that one device needs to run a program, its arguments included, by XLA."""
+    """The bytes that one device needs to run a program, its arguments included, by XLA; 0 where it does not say, as on
+    a GPU of a program that was read from the disk (jax 0.11.2)."""
     analysis: Any = compiled.memory_analysis()
     (device, *_) = jax.tree.leaves(compiled.input_shardings)[0].device_set
     if device.platform != "cpu":  # there XLA's peak leaves out what it calls temporary (jax 0.10.2)
@@ -153,8 +154,8 @@ def report(ledger: Ledger, compiled: jax.stages.Compiled) -> tuple[list[str], li
     else:
         lines = [f"The compiled step sends what is written: {_but_for(rows, sum(ledger.costs.collectives.values()))}."]
     ours, xlas = ledger.memory.bytes, peak_bytes(compiled)
-    texts = gigabytes(ours), gigabytes(xlas)
-    lines.append(f"Memory of a device: forecast {texts[0]}, XLA says {texts[1]} (ratio {ours / xlas:.2f}).")
+    by_xla = f"XLA says {gigabytes(xlas)} (ratio {ours / xlas:.2f})" if xlas else "XLA does not say"
+    lines.append(f"Memory of a device: forecast {gigabytes(ours)}, {by_xla}.")
     return lines, rows
 
 

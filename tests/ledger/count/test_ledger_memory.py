@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -268,6 +269,18 @@ def test_the_report_of_a_step_that_sends_what_is_written(record_property):
     assert lines[1].startswith("Memory of a device: forecast ") and len(lines) == 2
     record_property("summary", f"memory of the small step, float32, XLA:CPU: {lines[1]}")
     assert 0.5 < ledger.memory.bytes / peak_bytes(compiled) < 1.5
+
+
+def test_a_program_of_which_xla_says_no_memory(monkeypatch):
+    """On a GPU a program that was read from the disk has no peak: the report has the forecast alone."""
+    ledger, compiled = ledger_and_compiled(2, "float32")
+    unknown = SimpleNamespace(peak_memory_in_bytes=0)
+    device = SimpleNamespace(platform="gpu")
+    shardings = [SimpleNamespace(device_set=[device])]
+    read = SimpleNamespace(as_text=compiled.as_text, memory_analysis=lambda: unknown, input_shardings=shardings)
+    assert peak_bytes(read) == 0
+    lines, _ = report(ledger, read)
+    assert lines[1].endswith(", XLA does not say.")
 
 
 def test_what_is_widened_is_no_warning():
