@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
@@ -89,6 +90,52 @@ def test_no_token_depends_on_what_follows_it(capacity, pool):
     first, second = np.asarray(first), np.asarray(second)
     assert first[:, :-1].tobytes() == second[:, :-1].tobytes()
     assert (first[:, -1] != second[:, -1]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("held", [8, 2], ids=["all", "a-quarter"])
+@pytest.mark.parametrize("favourites", [8, 3, 1], ids=["even", "skewed", "one"])
+def test_pairs_are_multiplied_with_their_experts_alone(favourites, held):
+    """However the router chooses, the devices' results and gradients add up to those of lax.ragged_dot; where one device
+    has all experts, XLA counts at most 1.6 times the FLOPs of the pairs' products, not 8 times."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 40, 8)).astype(np.float32), rng.random((2, 40, 3), np.float32)
+    choice = rng.integers(0, favourites, (2, 40, 3)).astype(np.int32)
+    matrices = tuple(rng.normal(size=(3, 8, 8, 12)).astype(np.float32) / 3)
+
+    def by_blocks(x, weight, matrices):
+        numbers = np.arange(8, dtype=np.int32)
+        parts = [
+            experts.multiplied(
+                lambda own: own, 8, x, weight, choice, numbers[i : i + held], *(w[i : i + held] for w in matrices)
+            )
+            for i in range(0, 8, held)
+        ]
+        return sum(parts)
+
+    def by_ragged_dot(x, weight, matrices):
+        order, sizes = np.argsort(choice, axis=None, kind="stable"), np.bincount(choice.ravel(), minlength=8)
+
+        def product(x, w):
+            return jax.lax.ragged_dot(x, w, jnp.asarray(sizes, jnp.int32))
+
+        tokens = x.reshape(80, 8)[order // 3]
+        hidden = jax.nn.silu(product(tokens, matrices[0])) * product(tokens, matrices[1])
+        y = product(hidden, matrices[2].swapaxes(1, 2)) * weight.reshape(-1)[order][:, None]
+        return jnp.zeros((80, 8)).at[order // 3].add(y).reshape(x.shape)
+
+    def with_gradients(function):
+        def loss(*arguments):
+            y = function(*arguments)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+
+    ours, theirs = [jax.tree.leaves(with_gradients(way)(x, weight, matrices)) for way in (by_blocks, by_ragged_dot)]
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.linalg.norm(one - other) < 1e-6 * np.linalg.norm(other)
+    if held == 8:
+        flops = jax.jit(by_blocks).lower(x, weight, matrices).compile().cost_analysis()["flops"]
+        assert 1 < flops / (240 * 3 * 2 * 8 * 12) < 1.6  # 1.23 for rows that fill up blocks; the rest is no product
 
 
 def test_more_experts_than_there_are_cannot_be_chosen():
