@@ -95,8 +95,8 @@ def test_no_token_depends_on_what_follows_it(capacity, pool):
 @pytest.mark.parametrize("held", [8, 2], ids=["all", "a-quarter"])
 @pytest.mark.parametrize("favourites", [8, 3, 1], ids=["even", "skewed", "one"])
 def test_pairs_are_multiplied_with_their_experts_alone(favourites, held):
-    """However the router chooses, the devices' results and gradients add up to those of lax.ragged_dot; where one device
-    has all experts, XLA counts at most 1.6 times the FLOPs of the pairs' products, not 8 times."""
+    """However the router chooses, the devices' results and gradients add up to those of lax.ragged_dot; where one
+    device has all experts, XLA counts at most 1.6 times the FLOPs of the pairs' products, not 8 times."""
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(2, 40, 8)).astype(np.float32), rng.random((2, 40, 3), np.float32)
     choice = rng.integers(0, favourites, (2, 40, 3)).astype(np.int32)
