@@ -159,9 +159,7 @@ def without_rotations(model: Any) -> Turns:
 class Mask:
     """Which keys a query sees, and caps of logits; `attend` applies them to q that is already scaled."""
 
-    window: int | tuple[int, ...] | None = (
-        None  # positions that a query sees, its own included; one for each layer if a tuple
-    )
+    window: int | tuple[int, ...] | None = None  # positions that a query sees, with its own; a tuple: by layer
     cap: float | None = None  # attention's logits are cap · tanh(logits / cap)
     logits_cap: float | None = None  # the same for the logits of tokens
     is_causal: bool = True  # else a query sees all of its segment, without window or cap

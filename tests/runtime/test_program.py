@@ -123,19 +123,21 @@ def test_what_counts_as_a_change(folder):
 
 
 def test_the_family_is_part_of_the_program(monkeypatch, tmp_path):
-    """Its file and what that imports from models/, which no trainer imports; but not comments."""
+    """Its file and what that imports from models/, which no trainer imports; but no comments, and nothing that reads
+    published files."""
     monkeypatch.setattr(program, "ROOT", tmp_path)
     (tmp_path / "models").mkdir()
     family = types.ModuleType("models.mine")
     family.__file__ = str(tmp_path / "models/mine.py")
 
-    def hashed(mine="x = 1", layers="y = 1", train="z = 1"):
+    def hashed(mine="x = 1", layers="y = 1", train="z = 1", reader="u = 1"):
         (tmp_path / "models/mine.py").write_text(f"from models import layers\nimport train\n{mine}\n")
-        (tmp_path / "models/layers.py").write_text(layers)
+        (tmp_path / "models/layers.py").write_text(f"from models import huggingface\n{layers}\n")
+        (tmp_path / "models/huggingface.py").write_text(reader)
         (tmp_path / "train.py").write_text(train)
         return program.of_family(family)
 
-    assert hashed() == hashed("x = 1  # why") == hashed(train="z = 2")
+    assert hashed() == hashed("x = 1  # why") == hashed(train="z = 2") == hashed(reader="u = 2")
     assert len({hashed(), hashed("x = 2"), hashed(layers="y = 2")}) == 3
 
 
