@@ -134,17 +134,17 @@ def experts_with_capacity(
     return y, lost / choices
 
 
-def blocks(expert, count, chunks):
+def blocks(expert, count, E):
     """Part by part: the (token, choice) pairs of each expert in blocks of as many rows, of which the last one is filled
     up; `PARTS` of them are an average group of pairs, so that at most 1 / PARTS more is multiplied.
 
     Args:
-      expert: the number of each pair's expert, out of `count`; `count` for those of other devices.
+      expert: the number of each pair's expert, out of the `count` of E that the device has; `count` for all others.
     Returns:
       of each block its expert, 'chunks blocks'; of its rows the pair and whether there is one, 'chunks blocks rows'.
     """
-    pairs = expert.shape[0]
-    rows = -(-pairs // (PARTS * count))
+    pairs, chunks = expert.shape[0], E // count
+    rows = -(-pairs // (PARTS * E))
     sizes = jnp.bincount(expert, length=count).astype(jnp.int32)
     of_each = -(-sizes // rows)
     most = (pairs + min(count, pairs) * (rows - 1)) // rows
@@ -199,14 +199,14 @@ def multiplied(matrices, E, x, weight, choice, held, *parts):
     def add_if_any(y, chunk):
         return lax.cond(jnp.any(chunk[-1]), add, lambda y, _: y, y, chunk), None
 
-    # All pairs could be a device's own, and count / E of them are on average: the rest of the chunks is skipped.
-    chunks = blocks(expert, count, E // count)
-    busy = f'busy={expert.size * count}:{chunks[-1].size * E}'  # for the ledger: the rows that the model needs
-    with jax.named_scope(busy):
+    # All pairs could be a device's own, and count / E of them are on average: the other chunks are skipped.
+    chunks, y = blocks(expert, count, E), jnp.zeros_like(tokens)
+    needed = f'busy={expert.size}:{chunks[-1].size}'  # for the ledger: rows that do not fill up a block
+    with jax.named_scope(f'{needed}/taken={count}:{E}'):
         if E == count:
-            y = add(jnp.zeros_like(tokens), jax.tree.map(lambda part: part[0], chunks))
+            y = add(y, jax.tree.map(lambda part: part[0], chunks))
         else:
-            y, _ = lax.scan(add_if_any, jnp.zeros_like(tokens), chunks)
+            y, _ = lax.scan(add_if_any, y, chunks)
     return y.reshape(x.shape)
 
 

@@ -192,7 +192,7 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
         if op.name == "scan":
             costs.loops[Loop(op.line, op.phase, op.length)] += 1
         for body in bodies:
-            costs.add(body, op.length)
+            costs.add(body, op.turns)
     return costs
 
 

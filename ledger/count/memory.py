@@ -158,7 +158,7 @@ class _Lifetimes:
             if op.name in _LOOPS:
                 bodies[now] = max((self.body(op, block) for block in op.blocks), key=lambda body: body.bytes)
                 for place, moved in bodies[now].moved.items():
-                    self.moved[place] += moved * op.length
+                    self.moved[place] += moved * op.turns
         end = len(block.operations)
         self.compute(block.outputs)
         for op in block.operations:

@@ -26,6 +26,7 @@ PHASES = ("forward", "recomputed", "backward", "update")
 _REPOSITORY = Path(__file__).absolute().parents[2]
 _INNER = tuple(str(_REPOSITORY / name) for name in ("kernels", "jax_extra.py"))
 # A scope 'w_q=llama.py:66' says that another line is the place: of a family's table, from which a gather is derived.
+_TAKEN = re.compile(r"(?<![\w.])taken=(\d+):(\d+)")
 _DECLARED = re.compile(r"=(\w+\.py:\d+)(?![\w.])")
 
 
@@ -74,8 +75,14 @@ class Operation:
 
     @property
     def length(self) -> int:
-        """How often its blocks run."""
+        """How many turns it has."""
         return self.params["length"] if self.name == "scan" else 1
+
+    @property
+    def turns(self) -> int:
+        """How often its blocks run. Of a loop in `jax.named_scope('taken=1:8')` one turn of eight does, on average."""
+        taken, out_of = (_TAKEN.findall(self.scopes) or [(1, 1)])[-1]
+        return self.length * int(taken) // int(out_of) if self.name == "scan" else 1
 
 
 @dataclass(eq=False)
@@ -92,7 +99,7 @@ class Block:
         for op in self.operations:
             yield op, times
             for block in op.blocks:
-                yield from block.runs(times * op.length)
+                yield from block.runs(times * op.turns)
 
 
 def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False, has_bfloat16: bool = True) -> Block:

@@ -1,6 +1,7 @@
 """models/mixtral.py: what it drops with a capacity, and the check of all that it sends."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import small
 from mutation import proofs
 from published import FOLDER, batch_of, check_family, decoded, loss_and_logits, on_mesh, oracle_of, weights_of
 
+from ledger.count.costs import count
+from ledger.count.program import read
 from models import experts, huggingface, layers, mixtral
 from models.layers import TokenBatch
 from shardlib.shard_map import typed_shard_map
@@ -136,6 +139,20 @@ def test_pairs_are_multiplied_with_their_experts_alone(favourites, held):
     if held == 8:
         flops = jax.jit(by_blocks).lower(x, weight, matrices).compile().cost_analysis()["flops"]
         assert 1 < flops / (240 * 3 * 2 * 8 * 12) < 1.6  # 1.23 for rows that fill up blocks; the rest is no product
+
+
+@pytest.mark.parametrize("held", [8, 2], ids=["all", "a-quarter"])
+def test_the_ledger_counts_the_pairs_that_a_device_has_on_average(held):
+    """Model FLOPs are those of three products a pair; what runs is 1.25 times as many rows at most. Chunks that are
+    skipped do not run."""
+    x, weight = jnp.zeros((1, 400, 8)), jnp.zeros((1, 400, 2))
+    choice, numbers = jnp.zeros((1, 400, 2), jnp.int32), jnp.arange(held, dtype=jnp.int32)
+    function = functools.partial(experts.multiplied, lambda matrices: matrices, 8)
+    program = jax.make_jaxpr(function)(x, weight, choice, numbers, *jnp.zeros((3, held, 8, 12)))
+    costs = count(read(program), {})
+    a_pair = 3 * 2 * 8 * 12
+    assert sum(row.flops * times * row.needed for row, times in costs.products.items()) == 800 * held // 8 * a_pair
+    assert 800 * held // 8 * a_pair < costs.flops() <= 1.25 * 800 * held // 8 * a_pair
 
 
 def test_more_experts_than_there_are_cannot_be_chosen():
