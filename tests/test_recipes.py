@@ -27,7 +27,7 @@ from pages import (
     recipe,
     run_in,
     train_py,
-    without_places,
+    without_folders,
 )
 from published import check_family, loss_and_logits, on_mesh
 
@@ -120,9 +120,9 @@ def test_what_is_forgotten_is_said(title, tmp_path):
             module = module_of(tmp_path / "train.py", changed(recipe(title, tmp_path), body))
             with pytest.raises(ShardingError) as error:
                 typed_shard_map(small.steps_of(module)[0][0]).check(mesh, *small.steps_of(module)[0][1])
-            said = without_places(str(error.value))
+            said = without_folders(str(error.value))
         elif language == "":
-            assert said == without_places(body)
+            assert said == without_folders(body)
 
 
 # -- A family ----------------------------------------------------------------------------------------------------------

@@ -121,16 +121,19 @@ def of_the_run(config: Any, estimate: roofline.Roofline, ledger: Ledger) -> list
     where a step's time is not known."""
     if not estimate.step_s or not estimate.step_alone_s:
         return []
-    lines = [f"Tokens a second: {' to '.join(number(ledger.tokens / s) for s in bounds(estimate)[::-1])}."]
+    is_too_large = ledger.memory.bytes > (estimate.hardware.hbm_bytes or ledger.memory.bytes)
+    what = "If it did fit, tokens" if is_too_large else "Tokens"
+    lines = [f"{what} a second: {' to '.join(number(ledger.tokens / s) for s in bounds(estimate)[::-1])}."]
     training = getattr(config, "training", None)
     total = config.total_tokens or (training and training.steps * ledger.tokens)
     if total:
         times = [s * total / ledger.tokens for s in bounds(estimate)]
-        scale, unit = (86400, "days") if times[1] > 2 * 86400 else (3600, "hours")
+        scales = {86400: "days", 3600: "hours", 1: "seconds"}
+        scale = next((scale for scale in scales if times[1] > 2 * scale), 1)
         spent = [ledger.devices * s / 3600 for s in times]
         price = "" if config.price is None else f", at {config.price:g} each {_range(x * config.price for x in spent)}"
         takes = " to ".join(f"{s / scale:,.3g}" for s in times)
-        lines.append(f"{number(total)} tokens: {takes} {unit}, {_range(spent)} device-hours{price}.")
+        lines.append(f"{number(total)} tokens: {takes} {scales[scale]}, {_range(spent)} device-hours{price}.")
     return [" ".join(lines)]
 
 
@@ -140,7 +143,7 @@ def bounds(estimate: roofline.Roofline) -> tuple[float, float]:
 
 
 def _range(values: Iterable[float]) -> str:
-    return " to ".join(f"{value:,.0f}" for value in values)
+    return " to ".join(f"{value:,.0f}" if value > 10 else f"{value:.2g}" for value in values)
 
 
 # -- Compiled ----------------------------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
     """Prints a table of the best meshes, and draws them into the folder."""
     if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
         raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
+    if config.total_tokens or config.price is not None:
+        raise RunError("sweep=true knows steps alone: give total_tokens and price with a mesh that it found")
     devices = math.prod(vars(config.mesh).values())
     if config.hosts is not None:
         devices = config.hosts * config.devices_per_host

@@ -196,7 +196,8 @@ class Api:
             return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
             first, *others = wrong.errors()
-            where, kinds = first["loc"], [first["msg"]]
+            is_unknown = first["type"] == "unexpected_keyword_argument"
+            where, kinds = first["loc"], ["nothing that this server knows" if is_unknown else first["msg"]]
             if of_kind := [other["msg"] for other in others if where[1:] and other["loc"][:-1] == where[:-1]]:
                 where, kinds = where[:-1], [*kinds, *of_kind]  # it may be of several kinds, and is of none
             raise ValueError(f"{'.'.join(map(str, where)) or 'body'}: {', or: '.join(dict.fromkeys(kinds))}") from None
@@ -345,7 +346,7 @@ class Reply:
                     left.remove(answer)
                 yield self.answers.index(answer), piece, before
         finally:
-            for answer in self.answers:
+            for answer in left:
                 answer.is_left = True
 
     def usage(self) -> dict[str, int]:

@@ -306,6 +306,10 @@ def _readable_errors() -> Iterator[None]:
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
             where = from_here(CONFIG_FOLDER)
             text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
+        if group := re.match(r"Could not override '(\w+)'", text):
+            text = (
+                f"{group[1]}: this config chooses no file of configs/{group[1]}/, as those of python -m train_any may"
+            )
         raise RunError(text.replace("'++", "'")) from error
     except ValueError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from runtime.terminal import print_line
+from runtime.terminal import print_line, wrapped
 
 SETTLING_STEPS = 3  # not profiled: the first compiles, the next ones fill caches and the queue
 PROFILED_STEPS = 3
@@ -86,4 +86,4 @@ class Profiler:
             print_line(f"{self._folder} is not written: {type(error).__name__}: {error}. Training goes on.")
         else:
             steps = f"profile of steps {self._first_step} to {self._last_step}"
-            print_line(f"{steps}: {self._folder / TRACE} (https://ui.perfetto.dev)")
+            print_line(wrapped(f"{steps}: {self._folder / TRACE} (https://ui.perfetto.dev)"))

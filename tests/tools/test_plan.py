@@ -86,6 +86,10 @@ def test_how_long_and_at_which_price(capsys):
     assert first == pytest.approx(1e12 / high / 86400, rel=0.01) and last == pytest.approx(1e12 / low / 86400, rel=0.01)
     assert hours[0] == pytest.approx(32 * 24 * first, rel=0.01) and hours[2] == pytest.approx(2.5 * hours[0], rel=0.001)
     assert re.search(r"\. \S+ tokens: ", planned(capsys, "c4_a100x8_1b", *keys))
+    too_large = planned(capsys, "c4_a100x8_1b", "hardware=h200", "hosts=1", "training.tokens.batch=8192")
+    assert "It will not fit" in too_large and "\nIf it did fit, tokens a second: " in too_large
+    with pytest.raises(RunError, match="give total_tokens and price with a mesh that it found"):
+        planned(capsys, "c4_a100x8_1b", *keys, "sweep=true", "price=2.5")
 
 
 @pytest.mark.slow

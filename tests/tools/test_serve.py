@@ -87,8 +87,8 @@ def server(cat_run):
 
 
 def test_an_openai_client_completes_and_streams(server):
-    """The package `openai`, unchanged: a text at once and as it comes, ended by a stop, counted."""
-    client = server.client
+    """The package `openai`, unchanged: a text at once and as it comes, ended by a stop, counted; none has left."""
+    client, before = server.client, server.idle()
     given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0)
     whole = client.completions.create(**given)
     assert whole.choices[0].text == " on the mat. the cat" and whole.choices[0].finish_reason == "length"
@@ -98,6 +98,8 @@ def test_an_openai_client_completes_and_streams(server):
     stopped = client.completions.create(**given, stop=["mat"])
     assert stopped.choices[0].text == " on the " and stopped.choices[0].finish_reason == "stop"
     assert [each.id for each in client.models.list()] == ["cat"]
+    counted = server.idle()
+    assert counted.get("left", 0) == before.get("left", 0) and counted["answered"] == before.get("answered", 0) + 3
 
 
 SAMPLED = dict(prompt="the cat", max_tokens=8, temperature=1.5, seed=3)
@@ -227,7 +229,7 @@ def test_the_model_by_its_name(server):
     (b'{"prompt": "\\ud800"}', "body: unexpected end of hex escape at line 1 column 19"),
     (b'{"prompt": "\xff"}', "body: invalid unicode code point at line 1 column 13"),
     (b"3", "body: Input should be a dictionary or an instance of Request"),
-    (b'{"prompt": "a", "best_of": 3}', "best_of: Unexpected keyword argument"),
+    (b'{"prompt": "a", "best_of": 3}', "best_of: nothing that this server knows"),
     (b'{"prompt": "a", "logprobs": 5}', "logprobs: Input should be a valid boolean, or: Input should be 0"),
     (b'{"prompt": "a", "temperature": -1}', "temperature: Input should be greater than or equal to 0"),
     (b'{"prompt": "a", "temperature": 1e39}', "temperature: Input should be less than 3402823669209385" + 23 * "0"),
