@@ -68,7 +68,8 @@ def row_major(x):
 
 def trace_with_axes(f, axes: dict[str, int], *args):
     """The jaxpr of `f` for shapes local to a device, with the axes' names and sizes but no mesh and no device."""
-    return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
 
 
 def scan_counts(params: dict) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import jax
 from shardlib.mesh import current_mesh, shard_map
 from shardlib.places import users_line
 from shardlib.proof.verify import trace_as_it_runs, verify
-from shardlib.shardtypes import Scope, check_tree, make_partition_specs, map_type, mesh_text
+from shardlib.shardtypes import Scope, all_mapped_axes, check_tree, make_partition_specs, map_type, mesh_text
 from shardlib.spec import ShardingError, Spec, located
 from shardlib.typed import refuse_unread, typed
 
@@ -37,6 +37,11 @@ class typed_shard_map:
         self.signature = inspect.signature(function, eval_str=True)
 
     def __call__(self, *args, **kwargs):
+        if all_mapped_axes():
+            raise ShardingError(
+                f"{self.name} is mapped over the mesh, inside of a function that is\n  fix: call the function itself, "
+                f"without typed_shard_map\n  at {users_line()}"
+            )
         mesh = current_mesh()
         if mesh is None:
             raise ShardingError(

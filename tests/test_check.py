@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from shardlib import shardops
@@ -128,6 +129,14 @@ def test_kinds_of_mesh(kind):
     def unreduced(x: f32['M/d']) -> f32['']:
         return shardops.sum_unreduced('M/d -> +d', x)
 
+    def total(x: f32['M/d']) -> f32['']:
+        ones = jnp.ones((2, 1, 1))  # of ragged_dot JAX does not know how its result lies under Explicit axes
+        pending = shardops.sum_unreduced('M/d -> +d', x)
+        return shardops.psum('+d -> ', lax.ragged_dot(pending[None, None], ones, jnp.array([1, 0]))[0, 0])
+
+    def nested(x: f32['M/d']) -> f32['M/d']:
+        return typed_shard_map(twice)(x)
+
     with context:
         np.testing.assert_array_equal(jax.jit(typed_shard_map(twice))(x), 2 * x)
         placed = jax.device_put(x, make_shardings(f32['M/d']))
@@ -135,6 +144,9 @@ def test_kinds_of_mesh(kind):
         np.testing.assert_array_equal(typed_shard_map(twice)(placed), 2 * x)
         with pytest.raises(ShardingError, match=r"the value is still a sum over d that nobody has taken"):
             jax.jit(typed_shard_map(unreduced))(x)
+        assert jax.jit(typed_shard_map(total))(x) == 28
+        with pytest.raises(ShardingError, match=r"twice is mapped over the mesh, inside of a function that is\n  fix"):
+            jax.jit(typed_shard_map(nested))(x)
         # The first device's term: what the check is for.
         assert jax.jit(typed_shard_map(unreduced, check=False))(x) == 1
 

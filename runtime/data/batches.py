@@ -231,6 +231,8 @@ class Loader:
             end = f"{self.steps:,} steps in {self._epochs} {epochs}, {left:,} rows left over at the end"
         else:
             end = f"{self.steps:,} batches of {self._batch} are read"
+            if len(self._sources) > 1:
+                end += f": {', '.join(map(str, self._counts))} rows"
         texts = [source.rows.text for source in self._sources]
         if len(texts) > 1:
             shares = self._mixture.shares / self._mixture.shares.sum()

@@ -85,6 +85,7 @@ def test_validation_ends_with_the_first_source(sources):
     has no more rows; or only their first batches."""
     with loader(sources, "validation") as data:
         assert data.steps == 3  # 8 of 40 rows, 5 of 25, 40 of 200: the first ends at row 16
+        assert "; 3 batches of 8 are read: 8, 3, 5 rows; at most " in data.summary
         assert [data.source_of(step) for step in range(3)] == [each.filespec for each in sources]
         assert [len(data.rows_of(step)) for step in range(3)] == [8, 3, 5]
         source, row = rows_of(data, range(3))
