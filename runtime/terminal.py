@@ -204,10 +204,15 @@ def printable(text: Any) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def wrapped(line: str) -> str:
-    """Breaks a line at the terminal's width, or at 120 columns; the lines that follow are indented."""
+def wrapped(line: str, first: str = "", others: str = "  ") -> str:
+    """Breaks a line at the terminal's width, or at 120 columns.
+
+    Args:
+      first, others: what the first line begins with, and those that follow.
+    """
     width = max(40, shutil.get_terminal_size((120, 24)).columns)
-    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    broken = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
+    return broken.fill(line)
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

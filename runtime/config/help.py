@@ -5,13 +5,13 @@ import inspect
 import itertools
 import re
 import sys
-import textwrap
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from runtime.config.rebuild import MISSING, all_keys, as_tree, default_of, item_of, shown
+from runtime.terminal import wrapped
 
 PAGE = """{about}
 
@@ -39,7 +39,7 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     lines = []
     for name, about in configs_of(folder, default or "").items():
-        lines.append(textwrap.fill(f"{name:24} {about}", 118, initial_indent="  ", subsequent_indent=27 * " "))
+        lines.append(wrapped(f"{name:24} {about}", "  ", 27 * " "))
     for group in sorted(path for path in folder.iterdir() if path.is_dir()):
         if group.name in OF_FAMILIES and program_of(default or "") == "train":
             continue
@@ -48,7 +48,7 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
     examples = rest.partition("\n\n")[0]
     words = [_word(name, *all_keys(config_class)[name]) for name in getattr(config_class, "WORDS", ())]
     return PAGE.format(
-        about=_wrapped(title, 0) + f"\n\n{examples}" * examples.startswith("    "),
+        about=wrapped(title, others="") + f"\n\n{examples}" * examples.startswith("    "),
         program=f"python -m {spec.name}" if spec else f"python {sys.argv[0]}",
         words="[--config-name=NAME] " if default else "".join(words),
         configs=CONFIGS.format(default=default, configs="\n".join(lines)) if default else "",
@@ -85,14 +85,14 @@ def help_of_keys(config_class: type) -> list[str]:
     lines, explained = [], explanations(config_class)
     for key, (kind, field) in all_keys(config_class).items():
         if dataclasses.is_dataclass(kind):
-            lines += ["", _wrapped(f"{key}: {explained[key]}", 2)] if explained[key] else []
+            lines += ["", wrapped(f"{key}: {explained[key]}", "  ")] if explained[key] else []
             continue
         name = "list" if typing.get_origin(kind) is tuple else getattr(kind, "__origin__", kind).__name__
         if typing.get_origin(kind) is typing.Literal:
             name = " or ".join(typing.get_args(kind))
         default = default_of(field)
         default = "" if default == MISSING else f" = {shown(as_tree(default))}"
-        lines += [f"  {key}: {name}{default}", _wrapped(explained[key], 6)]
+        lines += [f"  {key}: {name}{default}", wrapped(explained[key], 6 * " ", 6 * " ")]
     return lines
 
 
@@ -124,8 +124,3 @@ def comments_of(section_class: Any) -> dict[str, str]:
                 comments[field[1]] = field[2] or " ".join(above)
             above = []
     return comments
-
-
-def _wrapped(text: str, indent: int) -> str:
-    space = " " * indent
-    return textwrap.fill(text, 120, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
