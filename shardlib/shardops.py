@@ -734,10 +734,10 @@ def _equation(recipe, axes) -> str:
     """The equation of a product for `jnp.einsum`; raises where the devices' products are not parts, or terms, of the
     whole."""
     first, second = recipe.operands
-    for operand in recipe.operands:
-        for name in operand.names:
-            if operand.names.count(name) > 1:
-                raise ShardingError(f"dim {name} stands twice in '{operand}'")
+    for array in (*recipe.operands, recipe.result):
+        for name in array.names:
+            if array.names.count(name) > 1:
+                raise ShardingError(f"dim {name} stands twice in '{array}'")
     lies = require_same_parts(recipe)
     for one, other in ((first, second), (second, first)):
         for axis in one.pending:

@@ -283,6 +283,7 @@ B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B M +t', x, y)
     | the result is 'B/d M +t', not 'B M +t' fix: write 'B/d F/t, M F/t -> B/d M +t'
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B/d Z +t', x, y) | dim Z of the result is in no operand
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d B, M F/t -> B/d M', x, y) | dim B stands twice in 'B/d B'
+F, M F | shardops.einsum_unreduced('F, M F -> M M', x, y) | dim M stands twice in 'M M'
 B/d M, M F/d | shardops.einsum_unreduced('B/d M, M F/d -> B/d F', x, y)
     | two dims are split over d, B/d and F/d: each device has only the parts of its own index, gather one of them first
 B, B/t | shardops.einsum_unreduced('B +t, M/t -> B M/t', x, y)
