@@ -734,11 +734,9 @@ def _equation(recipe, axes) -> str:
     """The equation of a product for `jnp.einsum`; raises where the devices' products are not parts, or terms, of the
     whole."""
     first, second = recipe.operands
-    for array in (*recipe.operands, recipe.result):
-        for name in array.names:
-            if array.names.count(name) > 1:
-                raise ShardingError(f"dim {name} stands twice in '{array}'")
+    require_once(*recipe.operands)
     lies = require_same_parts(recipe)
+    require_once(recipe.result)
     for one, other in ((first, second), (second, first)):
         for axis in one.pending:
             if axis in other.split or axis in other.pending:
@@ -763,6 +761,14 @@ def _equation(recipe, axes) -> str:
     letter = dict(zip(lies, _strings.ascii_letters))
     x, y, out = ("".join(letter[name] for name in spec.names) for spec in (first, second, recipe.result))
     return f"{x},{y}->{out}"
+
+
+def require_once(*arrays: Spec) -> None:
+    """Raises where a name stands twice in one of them."""
+    for array in arrays:
+        for name in array.names:
+            if array.names.count(name) > 1:
+                raise ShardingError(f"dim {name} stands twice in '{array}'")
 
 
 def require_same_parts(recipe: Recipe) -> dict[str, Dim]:

@@ -147,7 +147,7 @@ def test_a_real_profile_shows_the_steps_and_their_collectives(tmp_path, capsys):
             x = step(x)
             profiler.after_step(number, x)
     path = tmp_path / "profile" / "perfetto_trace.json.gz"
-    assert capsys.readouterr().out == f"profile of steps 4 to 6: {path} (https://ui.perfetto.dev)\n"
+    assert capsys.readouterr().out.split() == f"profile of steps 4 to 6: {path} (https://ui.perfetto.dev)".split()
     events = json.loads(gzip.open(path).read())["traceEvents"]
     steps = {event["args"]["step_num"] for event in events if "step_num" in event.get("args", {})}
     assert steps == {"4", "5", "6"}
