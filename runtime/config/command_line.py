@@ -307,9 +307,7 @@ def _readable_errors() -> Iterator[None]:
             where = from_here(CONFIG_FOLDER)
             text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
         if group := re.match(r"Could not override '(\w+)'", text):
-            text = (
-                f"{group[1]}: this config chooses no file of configs/{group[1]}/, as those of python -m train_any may"
-            )
+            text = f"{group[1]}: this config chooses no file of configs/{group[1]}; those that do name it in `defaults`"
         raise RunError(text.replace("'++", "'")) from error
     except ValueError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
