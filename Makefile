@@ -7,8 +7,8 @@ NEWER_JAX := 0.11.2 0.12.0.1
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train help shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture golden \
-  golden-oracle docs lint format clean
+.PHONY: train help shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture \
+  golden golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices

@@ -51,6 +51,7 @@ from shardlib.products import Adapted
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import Array, ArrayType, f32, i32, make_shardings, map_type, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
+from tools.harness import Harness, Judge
 from tools.tasks import InRun
 from train import Metrics
 
@@ -109,6 +110,7 @@ class Config(RunConfig):
     train: Regex | None = None
     # Files of tasks to score at each validation (docs/evaluation.md): [exam.jsonl, questions.jsonl]
     eval_tasks: tuple[str, ...] = ()
+    eval: Harness = field(default_factory=Harness)
     best_by: Name = 'validation_loss'  # the metric that patience watches; or score/exam.jsonl/acc
     # How attention crosses mesh.c. auto: by heads or, with more devices than heads, by gathered keys; ring: keys rotate
     # from device to device.
@@ -877,13 +879,14 @@ def reader(config: Config, task: Task) -> Callable | None:
 
 
 def scorer_of(config: Config, task: Task, special_id: int) -> InRun | None:
-    """What scores eval_tasks; None: there are none."""
-    if not config.eval_tasks:
+    """What scores eval_tasks and eval.harness; None: there are none."""
+    if not config.eval_tasks and not config.eval.harness:
         return None
     join = functools.partial(whole, task)
     if task.lora.rank:
         join = jax.jit(join, out_shardings=make_shardings(task.in_step.frozen))
-    return InRun(config, tokenizer_of(config), join, special_id)
+    judge = Judge(config.eval, 'eval.harness') if config.eval.harness else None
+    return InRun(config, tokenizer_of(config), join, special_id, judge)
 
 
 def special_of(config: Config, task: Task, source: huggingface.Source | None) -> int:

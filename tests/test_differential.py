@@ -128,17 +128,17 @@ def hole_of(program) -> str | None:
     return hole(texts, faults([program])[0], program.by_size) if None in texts else None
 
 
-@pytest.mark.parametrize("count", [25, *small.slow(1500)])
-def test_what_is_accepted_is_right(count, record_property):
+@pytest.mark.parametrize("count, least", [(25, 1 / 3), pytest.param(1500, 0.86, marks=pytest.mark.slow)])
+def test_what_is_accepted_is_right(count, least, record_property):
     """No drawn program is accepted whose values or gradients on some mesh are not those on whole arrays; of those that
-    are right at least a third are accepted. Fails with the smallest wrong one."""
+    are right at least so many are accepted. Fails with the smallest wrong one."""
     drawn = draw(count)
     texts = [refusals(program) for program in drawn]
     accepted = [k for k, by_mesh in enumerate(texts) if None in by_mesh]
     refused = [k for k, by_mesh in enumerate(texts) if None not in by_mesh]
     wrong = dict(zip(accepted, faults([drawn[k] for k in accepted])))
     holes = {k: text for k in accepted if (text := hole(texts[k], wrong[k], drawn[k].by_size))}
-    sample = refused[:200]
+    sample = refused[:: max(len(refused) // 200, 1)]  # the first ones are alike
     right = sum(not any(by_mesh) for by_mesh in faults([drawn[k] for k in sample])) / max(len(sample), 1) * len(refused)
     text = (
         f"{count} programs on {len(MESHES)} meshes: {len(accepted)} accepted, of them {len(holes)} wrongly; "
@@ -155,7 +155,7 @@ def test_what_is_accepted_is_right(count, record_property):
 
         program = search(is_hole, [Phase.generate, Phase.shrink])
         pytest.fail(f"{text}\nthe smallest of them: {known[program.source]}\n{program.source}")
-    assert len(accepted) / (len(accepted) + right) >= 1 / 3, text
+    assert len(accepted) / (len(accepted) + right) >= least, text
 
 
 # -- Right programs ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
 from runtime.terminal import RunError, needs_package, progress, run_errors
-from tools.hosts import from_first, is_first, note
+from tools.hosts import from_first, is_first, note, shared
 from tools.ready import ReadyModel, Writing, write
 
 INSTALL = "pip install -r requirements-score.txt"
@@ -288,22 +288,28 @@ def check_tasks(family: Any, tasks: Sequence[tuple[str, Callable, Any]]) -> None
 
 
 class InRun:
-    """Tasks of files while train_any.py trains, with its weights as they are; all processes call it together.
+    """Tasks while train_any.py trains, with its weights as they are; all processes call it together.
 
     whole: makes the family's weights from the trained ones.
     special_id: as in train_any's `mapped_steps`.
+    judge: of harness.py, for its tasks; None: there are only files.
 
     Raises:
       RunError: a task cannot be read or its package is missing, or the run cannot be scored.
     """
 
-    def __init__(self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any], special_id: int):
+    def __init__(
+        self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any], special_id: int, judge: Any = None
+    ):
         if tokenizer is None:
-            raise RunError("eval_tasks: expected data that name their tokenizer")
-        self.tasks = [(file, *read_task(file, None)) for file in config.eval_tasks]
+            raise RunError("eval_tasks, eval.harness: expected data that name their tokenizer")
+        self.tasks = [(file, *read_task(file, config.eval.limit)) for file in config.eval_tasks]
         self.family = sys.modules[type(config.model).__module__]
         check_tasks(self.family, self.tasks)
         self.metrics = [f"score/{Path(file).name}/{name}" for file, how, _ in self.tasks for name in METRICS[how]]
+        self.judge = judge
+        if judge is not None:
+            self.metrics += [f"score/{name}" for name in judge.metrics]
         self.model, self.tokenizer, self.whole, self.special_id = config.model, tokenizer, whole, special_id
         length = config.training.tokens.len
         self.config = Scoring(length=length, tokens=min(Scoring.tokens, length // 2))
@@ -335,5 +341,8 @@ class InRun:
             metrics |= {f"score/{Path(file).name}/{name}": float(value) for name, value, _ in summary(answers)}
             if how is score_questions:
                 samples += [f"{record.question}\n→ {answer['text']}\n" for record, answer in zip(records[:8], answers)]
+        if self.judge is not None:
+            figures = self.judge.figures(self.judge(self.scorer, self.config))
+            metrics |= shared({f"score/{task}/{metric}": float(value) for task, metric, value, *_ in figures})
         generator.take(None)
         return metrics, "\n".join(samples)

@@ -22,6 +22,7 @@ from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError
 from tools import ready, score, tasks
+from tools.harness import Harness, Judge
 
 MESHES = [(1, 1), (2, 2)]
 QUICK = (("llama", (2, 2)), ("gemma3", (2, 2)))
@@ -295,13 +296,21 @@ def test_what_is_refused(said, arguments, message):
 EXAM = [{"context": "the cat sat", "choices": ["on the mat.", "in a hat"], "answer": 0}]
 
 
+def in_training(source, **keys):
+    """What a run's config says to score."""
+    keys = {"eval_tasks": (), "eval": Harness(), **keys}
+    return SimpleNamespace(
+        model=source.model, num_hosts=1, training=SimpleNamespace(tokens=SimpleNamespace(len=32)), **keys
+    )
+
+
 def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool):
     """A run's weights, scored twice, give the numbers of its checkpoint on the command line."""
     exam = jsonl(tmp_path / "exam.jsonl", *EXAM)
     (tmp_path / "text.txt").write_text(TEXT)
     source = huggingface.open_weights(cat_run, pool)
-    files, tokens = (str(exam), f"{tmp_path}/text.txt"), SimpleNamespace(len=32)
-    config = SimpleNamespace(model=source.model, num_hosts=1, eval_tasks=files, training=SimpleNamespace(tokens=tokens))
+    files = str(exam), f"{tmp_path}/text.txt"
+    config = in_training(source, eval_tasks=files)
     with on_mesh(1, 1):
         weights, _ = weights_of(source, pool)
         scorer = tasks.InRun(config, kept_tokenizer(cat_run), lambda trained: trained, 0)
@@ -312,7 +321,7 @@ def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool):
         f"score/{task.rsplit('/')[-1]}/{metric}": value for (task, metric), value in expected.items()
     }
     assert sorted(scorer.metrics) == sorted(found)
-    with pytest.raises(RunError, match=r"^eval_tasks: expected data that name their tokenizer$"):
+    with pytest.raises(RunError, match=r"^eval_tasks, eval.harness: expected data that name their tokenizer$"):
         tasks.InRun(config, None, None, 0)
 
 
@@ -364,10 +373,9 @@ HARNESS = {  # the harness's own tasks, with a few lines of their data
 }
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, monkeypatch):
-    """Multiple choice, answers and texts, end to end, on data in a folder; the first and the last as our own tasks
-    give them."""
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    """The keys that name these tasks."""
     lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-score.txt")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name, records in HARNESS.items():
@@ -378,8 +386,17 @@ def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, monkeypatch):
         if name == "nq_open":  # the model knows no other words
             about |= {"doc_to_text": "{{question}}", "description": ""}
         (tmp_path / f"our_{name}.yaml").write_text(json.dumps(about))
-    names = ",".join(f"our_{name}" for name in HARNESS)
-    given = [f"include_path={tmp_path}", "num_fewshot=0", "tokens=12", f"to={tmp_path}/out.jsonl"]
+    group = {"group": "ours", "task": ["our_arc_easy"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (tmp_path / "ours.yaml").write_text(json.dumps(group))
+    names = ",".join(f"our_{name}" for name in HARNESS if name != "arc_easy")
+    return dict(harness=f"{names},ours", include_path=str(tmp_path), num_fewshot=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, harness):
+    """Multiple choice, answers, texts and a group, end to end, on data in a folder; the first and the last as our own
+    tasks give them."""
+    given = [*(f"{key}={value}" for key, value in harness.items()), "tokens=12", f"to={tmp_path}/out.jsonl"]
     texts = jsonl(tmp_path / "texts.jsonl", *({"text": each["page"]} for each in HARNESS["wikitext"]))
     exam = jsonl(
         tmp_path / "exam.jsonl",
@@ -388,13 +405,39 @@ def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, monkeypatch):
             for answer in (1, 1, 0)
         ),
     )
-    found = values_of(said(cat_run, exam, texts, f"harness={names}", *given))
+    found = values_of(said(cat_run, exam, texts, *given))
     for metric in ("acc", "acc_norm"):
         assert found["our_arc_easy", metric] == found[str(exam), metric]
+    assert found["ours", "acc"] == found["our_arc_easy", "acc"]
     assert found["our_hellaswag", "acc"] == 0.5
     assert found["our_nq_open", "exact_match,remove_whitespace"] == 0.5
     assert found["our_wikitext", "bits_per_byte"] == found[str(texts), "bits_per_byte"]
     kept = [json.loads(line)["task"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert kept == [str(exam)] * 3 + [str(texts)] * 2 + [f"our_{name}" for name in HARNESS for _ in HARNESS[name]]
-    refused = said(cat_run, "harness=our_arc", *given, status=1)
+    asked = {f"our_{name}" for name in HARNESS for _ in HARNESS[name]}
+    assert kept[:5] == [str(exam)] * 3 + [str(texts)] * 2 and set(kept[5:]) == asked and len(kept) == 14
+    refused = said(cat_run, "harness=our_arc", f"include_path={tmp_path}", status=1)
     assert "harness: there is no task our_arc; the nearest is our_arc_easy" in refused
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_scores_tasks_of_lm_eval_harness(cat_run, said, harness, pool):
+    """While it trains, as its checkpoint on the command line, with a file beside; each validation again."""
+    source = huggingface.open_weights(cat_run, pool)
+    keys = Harness(**harness, limit=2)
+    with on_mesh(2, 1):
+        weights, _ = weights_of(source, pool)
+        config = in_training(source, eval=keys)
+        scorer = tasks.InRun(config, kept_tokenizer(cat_run), lambda trained: trained, 0, Judge(keys, "eval.harness"))
+        (found, _), again = scorer(weights), scorer(weights)
+    arguments = [*(f"{key}={value}" for key, value in harness.items()), "limit=2", "length=32", "tokens=16"]
+    expected = values_of(said(cat_run, *arguments))
+    assert found == again[0] and sorted(found) == sorted(scorer.metrics)
+    assert {name: round(value, 4) for name, value in found.items()} == {
+        f"score/{task}/{metric}": value for (task, metric), value in expected.items()
+    }
+
+
+def test_keys_of_lm_eval_harness_need_a_task():
+    """They would do nothing."""
+    with pytest.raises(ValueError, match=r"^harness: include_path and num_fewshot are for its tasks"):
+        Harness(num_fewshot=2)
