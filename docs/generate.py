@@ -165,7 +165,7 @@ def settings(old, *machine):
         figures = plan_step.machine_of(config)
         config = plan_step.with_kernel(plan_step.on_mesh(program.resolved(config, train_any)), figures)
         ledger = plan_step.ledger_of(config, check=False)
-        bound = roofline(ledger, figures, config.devices_per_host)
+        bound = roofline(ledger, figures, config.per_host)
         if ledger.devices != count:
             raise ValueError(f"{keys} are {ledger.devices} devices, not {devices}")
         shares = [f"{share:.0%}" for share in (bound.mfu, bound.mfu_alone)]

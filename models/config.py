@@ -182,19 +182,22 @@ class ConfigJson:
 
     def config_of(self, model: Any) -> dict[str, Any]:
         """The config.json of a Model. Raises RunError where no kind computes it."""
+        differing = []
         for name, kind in self.kinds.items():
             content = {'model_type': name, 'architectures': [kind.architecture], **self.only, **kind.only}
             for ours, key in (self.keys | kind.keys).items():
                 content |= key.write_out(model, ours)
-            if same(self.model_of(Fields(content, 'config.json')), model):
+            differing.append(different(self.model_of(Fields(content, 'config.json')), model))
+            if not differing[-1]:
                 return content
-        raise RunError(f'no published architecture computes what this model does: {model}')
+        what = ', '.join(f'model.{key} = {brief(getattr(model, key))}' for key in min(differing, key=len))
+        raise RunError(f'no published architecture has {what}: this model cannot be published')
 
 
-def same(first: Any, second: Any) -> bool:
-    """Whether two models compute the same, up to a factor in w_q."""
+def different(first: Any, second: Any) -> list[str]:
+    """The keys in which two models differ; both compute the same, up to a factor in w_q, where there are none."""
     first, second = dataclasses.asdict(first), dataclasses.asdict(second)
-    return all(first[key] == second[key] for key in first if key not in (*SETTINGS, 'logits_scale'))
+    return [key for key in first if key not in (*SETTINGS, 'logits_scale') and first[key] != second[key]]
 
 
 # == Rotary angles =====================================================================================================

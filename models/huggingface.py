@@ -31,7 +31,7 @@ from jaxtyping import Float
 
 from models import adapters, safetensors
 from models.adapters import Adapter
-from models.config import SETTINGS, WITHOUT_EFFECT, Fields, brief, same
+from models.config import SETTINGS, WITHOUT_EFFECT, Fields, brief, different
 from models.safetensors import Tensor, read_json
 from runtime import program
 from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, named_leaves, open_newest, read_block, restore
@@ -226,6 +226,14 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     )
 
 
+def is_like_train_py(attributes: dict[str, Any]) -> bool:
+    """Whether the trainer is a copy of train.py whose model has no other keys: what else it changes,
+    `require_same_program` says."""
+    parts, family = program.model_parts(attributes), family_of("llama", "here")
+    known = {field.name for field in dataclasses.fields(family.Model)}
+    return parts is not None and "absent" not in parts.values() and attributes["config"]["model"].keys() <= known
+
+
 @functools.cache
 def families() -> dict[str, str]:
     """The module of each model_type: the files of models/ that say their KIND. They are imported late, since a family
@@ -276,7 +284,7 @@ def open_weights(path: str, pool: Executor) -> Source:
         raise RunError(f"checkpoint {checkpoint.path} does not say which model it is of: another program wrote it")
     folder, model = Path(checkpoint.path).parents[1], config["model"]
     name = attributes.get("family") or config.get("family")
-    if name is None and program.get("module", "train") in TRAINERS:
+    if name is None and (program.get("module", "train") in TRAINERS or is_like_train_py(attributes)):
         name, model = as_family(model)
     if name is None:
         return Source(checkpoint, None, model, folder)
@@ -506,10 +514,11 @@ def export_adapters(source: Source, folder: Path) -> None:
 def config_for(source: Source, dtype: str) -> dict[str, Any]:
     """The config.json of an export: the one that the weights came with, if it still describes the model."""
     family, config = source.family, source.config
-    if config is None or not same(family.model_of(Fields(config, "config.json")), source.model):
+    if config is None or different(family.model_of(Fields(config, "config.json")), source.model):
         config = {**(config or {}), **family.config_of(source.model)}
-        if not same(family.model_of(Fields(config, "config.json")), source.model):
-            raise RunError(f"no published architecture computes what {source.checkpoint.path} does: {source.model}")
+        if keys := different(family.model_of(Fields(config, "config.json")), source.model):
+            what = f"no published architecture computes what {source.checkpoint.path} does"
+            raise RunError(f"{what}: {', '.join(f'model.{key}' for key in keys)}")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: dtype}
 

@@ -1084,6 +1084,8 @@ def _vjp(name, function, args, has_aux=False):
     check.gradients = True
     result, *aux = function(*args) if has_aux else (function(*args),)
     results, leaves, axes = jax.tree.leaves(result), jax.tree.leaves(args), frozenset(mapped_axes())
+    paths = [path for arg in args for path, _ in jax.tree_util.tree_leaves_with_path(arg)]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     where = f"  at {users_line()} in shardops.{name}"
 
     def rule(states):
@@ -1098,7 +1100,7 @@ def _vjp(name, function, args, has_aux=False):
                 "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
                 "  fix: make it with shardops.zeros, which gives it one"
             )
-        return [dual(state, axes) for state in of_args]
+        return [dataclasses.replace(dual(state, axes), gradient_of=name) for name, state in zip(names, of_args)]
 
     def pull(cotangent):
         if jax.tree.structure(cotangent) != jax.tree.structure(result):

@@ -177,7 +177,7 @@ def test_a_family_is_published_and_read(granite):
     fields = huggingface.Fields(content, "config.json")
     found = granite[0].model_of(fields)
     fields.finish()
-    assert huggingface.same(found, model) and found.logits_scale == 0.25 and content["model_type"] == "granite"
+    assert not huggingface.different(found, model) and found.logits_scale == 0.25 and content["model_type"] == "granite"
     for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier"):
         del content[key]
     fields = huggingface.Fields(content | {"model_type": "llama"}, "config.json")

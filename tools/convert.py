@@ -78,7 +78,12 @@ def main(config: Convert) -> None:
             with written_whole(to) as folder:
                 export(source, folder, dtype, pool, ends_of(source) if source.config is None else None)
                 copy_tokenizer(source.folder, folder)
-    print(printable(f"{source.checkpoint.path} -> {to}: {name_of(source)}, {count(source):,} parameters"))
+            if capacity := getattr(source.model, "capacity", None):
+                print_error(
+                    f"model.capacity = {capacity}: the published model drops no tokens, as this one may", "note"
+                )
+    kind = (source.config or {}).get("model_type", name_of(source))
+    print(printable(f"{source.checkpoint.path} -> {to}: {kind}, {count(source):,} parameters"))
 
 
 @contextlib.contextmanager
@@ -96,7 +101,7 @@ def written_whole(to: Path) -> Iterator[Path]:
 
 
 def name_of(source: Source) -> str:
-    """The family's name."""
+    """The family's name, of a file in models/."""
     return "of no family" if source.family is None else source.family.__name__.rpartition(".")[2]
 
 

@@ -1,9 +1,9 @@
 """Says what a step costs on a machine you do not have: FLOPs, memory, bytes sent, and the least time it takes.
 
-    python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8
+    python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 folder=runs/plan         # and ledger.html
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true                # the best meshes
-    python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
+    python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 compile=true
     python -m tools.plan program=generate model=weights/llama hardware=h200 mesh.t=8 rows=64                # decoding
 
 It plans any config of training on any mesh, or a model that decodes. Nothing runs, no tensor is read, and without
@@ -79,7 +79,7 @@ def title_of(config: Any, ledger: Ledger) -> str:
     kernel = getattr(config.model, "attention", None)
     return (
         f"{config.paths.model_name} on {ledger.devices:,} × {config.hardware or 'n/a'}: "
-        f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; "
+        f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.per_host}, {mesh_text(ledger.mesh)}; "
         f"{tokens.batch:,} × {tokens.len:,} tokens a step in {parts} microbatch{'es' * (parts > 1)}"
         + (f"; attention by {kernel}." if kernel else ".")
     )
@@ -87,7 +87,7 @@ def title_of(config: Any, ledger: Ledger) -> str:
 
 def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fixes: Sequence[str] = ()) -> None:
     """Prints a plan, and writes the ledger's pages where the config names a folder."""
-    estimate = roofline.roofline(ledger, machine, config.devices_per_host)
+    estimate = roofline.roofline(ledger, machine, config.per_host)
     print("\n".join(map(wrapped, [title, *report(config, ledger, estimate, fixes)])), flush=True)
     if config.folder is not None:
         write_all(config.folder, files.pages(ledger, estimate))
@@ -161,7 +161,7 @@ def start_again(config: Any) -> None:
 def compile_absent(config: Any, ledger: Ledger) -> None:
     """Compiles the step for its absent machine, and prints what XLA makes of it."""
     try:
-        devices = absent.devices(config.hardware, config.hosts, config.devices_per_host)
+        devices = absent.devices(config.hardware, config.hosts, config.per_host)
         trainer: Any = program.load(config.program)
         type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
         mesh = make_mesh(dict(vars(config.mesh)), devices=devices)

@@ -38,10 +38,16 @@ class Machine:
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
-    devices_per_host: Count = 8  # neighbours in the mesh's order
+    devices_per_host: Count | None = None  # neighbours in the mesh's order; null: 8, of TPUs 4
     folder: str | None = None  # gets ledger.txt, ledger.json and ledger.html; from a sweep sweep.html
     total_tokens: float | None = None  # 1.0e12: for time and price; null: those of the run's steps
     price: float | None = None  # of one device for an hour, in any currency
+
+    @property
+    def per_host(self) -> int:
+        """devices_per_host, or what is usual."""
+        machine = hardware.named(self.hardware or "")
+        return self.devices_per_host or (4 if machine and machine.torus_dims else 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,7 @@ def with_kernel(config: Any, machine: hardware.Hardware) -> Any:
 def on_mesh(config: Any) -> Any:
     """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with the rest
     of the devices along its first axis but that of stages. Raises RunError if there is none."""
-    axes, per_host = vars(config.mesh), config.devices_per_host
+    axes, per_host = vars(config.mesh), config.per_host
     keys, sizes = " × ".join(f"mesh.{axis}" for axis in axes), " × ".join(map(str, axes.values()))
     count = math.prod(axes.values())
     said = f"{keys} = {sizes} = {count} devices"
@@ -116,7 +122,7 @@ def changed(config: Any, **keys) -> Any:
 def shaped(config: Any, mesh: dict[str, int], **training: Any) -> Any:
     """The config on another mesh, with these keys of training."""
     devices = math.prod(mesh.values())
-    per_host = min(config.devices_per_host, devices)
+    per_host = min(config.per_host, devices)
     hosts = max(devices // per_host, 1)
     sizes, keys = dataclasses.replace(config.mesh, **mesh), dataclasses.replace(config.training, **training)
     return changed(config, mesh=sizes, training=keys, hosts=hosts, devices_per_host=per_host)

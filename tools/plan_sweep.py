@@ -68,7 +68,7 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
         raise RunError("sweep=true knows steps alone: give total_tokens and price with a mesh that it found")
     devices = math.prod(vars(config.mesh).values())
     if config.hosts is not None:
-        devices = config.hosts * config.devices_per_host
+        devices = config.hosts * config.per_host
     candidates, refusal = choices(config, machine, devices)
     if not candidates:
         raise RunError(f"no mesh of {devices} devices can be: {refusal}")
@@ -126,7 +126,7 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
     ]
     counted: list[Choice] = []
     seen = set()
-    with progress(desc=f"{devices} devices: ", total=COUNTED, leave=False) as bar:
+    with progress(desc=f"{devices} devices: ", total=COUNTED, unit=" plans", leave=False) as bar:
         while waiting and len(counted) < COUNTED:
             waiting.sort(key=lambda entry: entry[0])
             _, mesh, keys, count = waiting.pop(0)
@@ -231,5 +231,5 @@ def counted(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys) -> 
         keys=keys,
         ledger=ledger,
         fits=ledger.memory.bytes <= ROOM * (machine.hbm_bytes or 0),
-        estimate=roofline.roofline(ledger, machine, config.devices_per_host),
+        estimate=roofline.roofline(ledger, machine, config.per_host),
     )

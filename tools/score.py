@@ -25,7 +25,7 @@ from runtime.terminal import RunError, columns, print_line, run_errors
 from tools.harness import Harness, Judge
 from tools.hosts import from_first, is_first
 from tools.ready import OnDevices, ready_model, start_mesh
-from tools.tasks import Scorer, Scoring, check_tasks, read_task, summary
+from tools.tasks import Scorer, Scoring, check_tasks, read_task, score_questions, summary
 
 
 # == What is asked for =================================================================================================
@@ -85,6 +85,8 @@ def main(config: Score) -> None:
         ready = ready_model(config)
         check_tasks(ready.source.family, tasks)
         scorer = Scorer(ready, config.rows, config.length)
+        if score_questions in [how for _, how, _ in tasks]:
+            scorer.room_before(config.tokens)
         for task, how, records in tasks:
             answers = how(scorer, records, config)
             results.keep(task, [{**asdict(record), **answer} for record, answer in zip(records, answers)])

@@ -72,6 +72,8 @@ class Scorer:
 
     def __init__(self, ready: ReadyModel, rows: int, length: int):
         self.ready, self.length = ready, min(length, ready.length)
+        if length > ready.length:
+            note(f"length = {ready.length}, not {length}: the model knows no longer texts")
         # At least two a device: for one row with one head JAX broadcasts in another way, which the check refuses.
         self.rows = max(-(-rows // devices_of_rows()), 2) * devices_of_rows()
         family: Any = ready.source.family
@@ -158,12 +160,17 @@ class Scorer:
             pairs.append((ids[max(end - size - 1, 0) : start] if start else first, ids[start:end]))
         return pairs
 
+    def room_before(self, tokens: int) -> int:
+        """How many tokens of a prompt an answer of so many leaves room for."""
+        if tokens >= self.length:
+            raise RunError(f"tokens = {tokens}: expected fewer than the {self.length} that are read at once")
+        return self.length - tokens
+
     def write(self, prompts: Sequence[Any], config: Writing) -> list[str]:
         """The answers to texts or chats; of a long prompt the end stays that leaves room for config.tokens."""
         if self.kind == "encoder":
             raise RunError(f"{self.ready.source.folder} fills in masked tokens: it answers no questions")
-        if (room := self.length - config.tokens) < 1:
-            raise RunError(f"tokens = {config.tokens}: expected fewer than the {self.length} that are read at once")
+        room = self.room_before(config.tokens)
         try:
             ids = [self.ready.ids_of(prompt)[-room:] for prompt in prompts]
         except ChatError as error:

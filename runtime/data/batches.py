@@ -237,7 +237,7 @@ class Loader:
         if len(texts) > 1:
             shares = self._mixture.shares / self._mixture.shares.sum()
             texts = [f"{share:.2%} from {text}" for share, text in zip(shares, texts)]
-        return f"{'; '.join(texts)}; {end}; at most {self.memory_bytes / 1e6:,.0f} MB of host memory"
+        return f"{'; '.join(texts)}; {end}; at most {math.ceil(self.memory_bytes / 1e6):,} MB of host memory"
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -182,15 +182,17 @@ def _pending(equation: Equation) -> frozenset[str]:
         data = range(len(states)) if data is None else data(equation) if callable(data) else data
         if holding <= set(data) <= holding | zeros:
             continue
+        gradient_of = states[min(holding)].gradient_of
+        made = gradient_of and f", made of the gradient of {gradient_of}"
         if holding < set(data):
+            value = f"a value that is pending over {axis}{made}{',' if made else ''}"
             raise ShardingError(
-                f"'{name}' of a value that is pending over {axis} and one that is not: each device would add it again\n"
-                "  fix: reduce the pending one first, or make the other pending with shardops.pending (zeros: "
-                "shardops.zeros)"
+                f"'{name}' of {value} and one that is not: each device would add it again\n  fix: reduce the pending "
+                "one first, or make the other pending with shardops.pending (zeros: shardops.zeros)"
             )
         raise ShardingError(
-            f"'{name}', which is not linear, of a value that is pending over {axis}: a function of a sum is not the "
-            f"sum of the function\n  fix: reduce it over {axis} first"
+            f"'{name}', which is not linear, of a value that is pending over {axis}{made}: a function of a sum is not "
+            f"the sum of the function\n  fix: reduce it over {axis} first"
         )
     return axes
 

@@ -2,7 +2,7 @@
 dim."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardlib.proof import marks
 from shardlib.spec import ShardingError, Spec
@@ -29,6 +29,7 @@ class State:
     # index; None for another one.
     positions: tuple[int | None, ...] = ()
     local_iota: bool = False  # counted by each device from 0: good for indexing alone
+    gradient_of: str = field(default="", compare=False)  # of which argument it was made, for messages
 
     @classmethod
     def of(cls, spec: Spec) -> "State":
@@ -44,7 +45,8 @@ class State:
 
     def with_dims(self, dims: Dims) -> "State":
         """The same along each axis, with other dims."""
-        return State(dims, self.split, self.pending, self.without_dim, sized=self.sized, local_iota=self.local_iota)
+        known = dict(sized=self.sized, local_iota=self.local_iota, gradient_of=self.gradient_of)
+        return State(dims, self.split, self.pending, self.without_dim, **known)
 
 
 LOCAL_IOTA = (
@@ -155,7 +157,8 @@ def merged(states: Sequence[State]) -> State:
                 f"dim that is split over {axis}: each device would pair them by its own index"
             )
     sized, iota = any(state.sized for state in states), any(state.local_iota for state in states)
-    return State((), split, without_dim=without_dim, sized=sized, local_iota=iota)
+    gradient_of = next((state.gradient_of for state in states if state.gradient_of), "")
+    return State((), split, without_dim=without_dim, sized=sized, local_iota=iota, gradient_of=gradient_of)
 
 
 def dual(state: State, axes: Collection[str]) -> State:

@@ -15,6 +15,7 @@ from ledger.count.costs import count
 from ledger.count.program import read
 from models import experts, huggingface, layers, mixtral
 from models.layers import TokenBatch
+from runtime.terminal import RunError
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import f32, i32
 from train import act
@@ -159,6 +160,13 @@ def test_more_experts_than_there_are_cannot_be_chosen():
     """The message names both keys."""
     with pytest.raises(ValueError, match=r"experts_per_token: expected 1 to model\.experts = 2"):
         mixtral.Model(**{**OF_EXPERTS, "experts": 2, "experts_per_token": 3})
+
+
+def test_what_no_published_architecture_has_is_named():
+    """The key that differs from the nearest one, and not all of them."""
+    model = mixtral.Model(**OF_EXPERTS, shared_experts=1)
+    with pytest.raises(RunError, match=r"^no published architecture has model\.shared_experts = 1: this model"):
+        mixtral.config_of(model)
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Published weights to a checkpoint and back, whatever files they come in, and what is refused."""
 
+import dataclasses
 import json
 import resource
 import shutil
@@ -81,14 +82,20 @@ def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
     assert run(tmp_path / "out", tmp_path / "again")[0] == 0
 
 
+def save_run(folder, program, **model):
+    """A run of this program, with its weights."""
+    with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
+        state = small.state_of(random_weights(small.MODEL, 0))
+        checkpoints = Checkpoints(folder / "checkpoints")
+        checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL) | model}, "program": program})
+        checkpoints.close()
+    return state
+
+
 def test_a_run_of_train_py_is_published(run, pool, tmp_path):
     """The export is a Llama whose logits have the factor 1/sqrt(D) that train.py has in w_q; read again it has the
     run's weights, to a rounding of w_q."""
-    with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
-        state = small.state_of(random_weights(small.MODEL, 0))
-        checkpoints = Checkpoints(tmp_path / "run/checkpoints")
-        checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL)}, "program": OF_TRAIN_PY})
-        checkpoints.close()
+    state = save_run(tmp_path / "run", OF_TRAIN_PY)
     shutil.copy(GOLDEN.parent / "tokenizer_record.json", tmp_path / "run")
     assert run(tmp_path / "run", tmp_path / "out")[0] == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -105,6 +112,36 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
         kept_tokenizer(tmp_path / "run").encode_batch([text]),
     ]
     assert ids[0][0].tolist() == ids[1][0].tolist()
+
+
+def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
+    """As a run of train.py is, where its model is the same; another forward pass is named, another key is of no
+    family."""
+    source = OF_TRAIN_PY["source"].replace("def adamw_update", "def my_update")
+    save_run(tmp_path / "same", {"module": "my_train", "source": source})
+    assert run(tmp_path / "same", tmp_path / "out")[0] == 0
+    assert "llama" in (tmp_path / "out/config.json").read_text()
+    save_run(tmp_path / "other", {"module": "my_train", "source": source.replace("jax.nn.silu", "jax.nn.relu")})
+    status, said = run(tmp_path / "other", tmp_path / "no")
+    assert status == 1 and "(different: forward)" in said and "allow_program_change=true" in said
+    assert run(tmp_path / "other", tmp_path / "allowed", "allow_program_change=true")[0] == 0
+    save_run(tmp_path / "keys", {"module": "my_train", "source": source}, new_key=1)
+    assert "is of no family in models/" in run(tmp_path / "keys", tmp_path / "no")[1]
+
+
+def test_a_capacity_is_not_published(run, tmp_path, monkeypatch):
+    """A note says that the published model drops no tokens."""
+    run(GOLDEN / "mixtral", tmp_path / "in")
+    assert "model.capacity" not in run(tmp_path / "in", tmp_path / "out")[1]
+
+    def limited(path, pool):
+        source = huggingface.open_weights(path, pool)
+        return dataclasses.replace(source, model=dataclasses.replace(source.model, capacity=1.25))
+
+    monkeypatch.setattr(convert, "open_weights", limited)
+    assert (
+        "note: model.capacity = 1.25: the published model drops no tokens" in run(tmp_path / "in", tmp_path / "too")[1]
+    )
 
 
 NEW = np.zeros((3, 4), np.float32)

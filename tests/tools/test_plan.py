@@ -92,6 +92,13 @@ def test_how_long_and_at_which_price(capsys):
         planned(capsys, "c4_a100x8_1b", *keys, "sweep=true", "price=2.5")
 
 
+def test_devices_of_a_host():
+    """Four TPUs, else eight devices, unless the config says it."""
+    machines = [plan_step.Machine(hardware=name) for name in ("tpu_v5p", "h200", None)]
+    assert [machine.per_host for machine in machines] == [4, 8, 8]
+    assert plan_step.Machine(hardware="tpu_v5p", devices_per_host=8).per_host == 8
+
+
 @pytest.mark.slow
 def test_own_hardware(capsys):
     """A config may describe a device; what it leaves out is n/a, and so is all that needs it."""

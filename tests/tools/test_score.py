@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -35,6 +36,16 @@ CASES = [
 
 
 # == Log likelihoods ===================================================================================================
+def test_a_shorter_model_is_named(capsys):
+    """What is read at once is at most what the model knows."""
+    family = SimpleNamespace(KIND="both", __name__="models.t5")
+    source = SimpleNamespace(family=family, model=None, folder=None)
+    with on_mesh(1, 1), mock.patch.object(tasks, "Reader"):
+        made = tasks.Scorer(ready.ReadyModel(None, source, None, (), (), 64), rows=2, length=100)
+    assert made.length == 64
+    assert capsys.readouterr().err == "note: length = 64, not 100: the model knows no longer texts\n"
+
+
 def scorer_of(name, pool, length=64):
     source = huggingface.open_weights(FOLDER / name, pool)
     generator = Generator(source.family, source.model, weights_of(source, pool)[0])
@@ -231,12 +242,13 @@ def test_what_cannot_be_asked_is_refused():
     def ids_of(prompt):
         raise ChatError("the tokenizer bytes_utf8 has no chat template")
 
-    scorer = SimpleNamespace(length=32, kind="decoder", ready=SimpleNamespace(ids_of=ids_of))
+    scorer = tasks.Scorer.__new__(tasks.Scorer)
+    scorer.length, scorer.kind, scorer.ready = 32, "decoder", SimpleNamespace(ids_of=ids_of)
     config = ready.Writing(tokens=8)
     with pytest.raises(RunError, match=r"^chat=true: the tokenizer bytes_utf8 has no chat template$"):
-        tasks.Scorer.write(scorer, [[{"role": "user", "content": "?"}]], config)
+        scorer.write([[{"role": "user", "content": "?"}]], config)
     with pytest.raises(RunError, match=r"^tokens = 32: expected fewer than the 32 that are read at once$"):
-        tasks.Scorer.write(scorer, ["?"], dataclasses.replace(config, tokens=32))
+        scorer.write(["?"], dataclasses.replace(config, tokens=32))
 
 
 def test_questions_are_answered(cat_run, said, tmp_path):
@@ -248,6 +260,7 @@ def test_questions_are_answered(cat_run, said, tmp_path):
     )
     found = values_of(said(cat_run, task, "tokens=12", "stop=[.]"))
     assert found[str(task), "exact_match"] == 0.5 and 0.5 <= found[str(task), "rougeL"] < 1
+    assert "tokens = 64: expected fewer than the 32" in said(cat_run, task, "tokens=64", status=1)
 
 
 def test_a_missing_package_is_one_line(said, tmp_path, monkeypatch):

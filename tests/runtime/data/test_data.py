@@ -400,7 +400,7 @@ def test_what_is_left_out_is_said(data):
         assert loader.summary == (
             f"{16 * count + left:,} tokens of {data}/train in {count:,} rows of 16, {left} at its end being too few "
             f"for a row; {2 * count // 7} steps in 2 epochs, {2 * count % 7} rows left over at the end; at most "
-            f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
+            f"{-(-loader.memory_bytes // 10**6)} MB of host memory"
         )
     lengths = [len(ids) for ids in ragged(1)]
     config = FlatTokens(str(data), sequence_packing=False)
@@ -408,7 +408,7 @@ def test_what_is_left_out_is_said(data):
         assert loader.summary == (
             f"100 sequences, {sum(lengths):,} tokens, of {data}/validation in {sum(-(-n // 16) for n in lengths)} rows "
             f"of up to 16, {sum(n > 16 for n in lengths)} of them longer and split; 3 batches of 7 are read; at most "
-            f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
+            f"{-(-loader.memory_bytes // 10**6)} MB of host memory"
         )
 
 
