@@ -49,20 +49,6 @@ UNUSED = re.compile(
     r"|bert\.(pooler|embeddings\.position_ids).*|cls\.(seq_relationship|predictions\.decoder)\..*"
 )
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
-# `runtime.program.model_parts_of` the train.py whose model is that of models/llama.py: runs of another are refused.
-TRAIN_PY = {
-    "LOSS_CHUNK": "d21acc52",
-    "Layer": "3c9a5f7a",
-    "Model": "71e2e528",
-    "TokenBatch": "2ae8d68e",
-    "Weights": "0ab391dc",
-    "act": "5a296e84",
-    "attention": "360d7137",
-    "forward": "aa2b6df9",
-    "loss_sum": "7bc54068",
-    "rms_norm": "7814259e",
-    "rotary": "fd1b07df",
-}
 LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once
 # Programs whose weights have a family's names; those after the first are older versions of train_any.py.
@@ -203,7 +189,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
       key: what a user may set to take them anyway.
     """
     attributes, family = source.checkpoint.attributes, source.family
-    of_family = TRAIN_PY if family is not None and family.__name__ == "models.llama" else None
+    of_family = program.TRAIN_PY if family is not None and family.__name__ == "models.llama" else None
     made_by = program.model_parts(attributes)
     is_of_family = made_by is None or "family" in attributes or attributes["program"]["module"] in TRAINERS[1:]
     made_by, taken_by = of_family if is_of_family else made_by, at_hand or of_family
@@ -222,7 +208,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
         what += f" (different: {', '.join(program.changed(made_by, taken_by or {}))})"
     raise RunError(
         f"{source.checkpoint.path}: {what}: if both compute the same model, add {key}; else write a family for it "
-        "(docs/models.md)"
+        "(docs/recipes/family.md)"
     )
 
 
@@ -487,8 +473,11 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
     target = family.model_of(Fields(config, "config.json"))
     arrays = scaled(source.checkpoint.arrays, rescaled(source, getattr(target, "logits_scale", 1.0)))
     checkpoint = dataclasses.replace(source.checkpoint, arrays=arrays)
-    rows = rows_of(family, model).items()
-    named = {row.name: (leaf, place, row) for leaf, places in rows for place, row in places.items()}
+    rows = rows_of(family, model)
+    if others := sorted({f"weights/{leaf}" for leaf in rows} ^ weights_in(checkpoint).keys()):
+        has = "has" if others[0] in checkpoint.arrays else "lacks"
+        raise RunError(f"{checkpoint.path} is of another model than models/ computes: it {has} {others[0]}")
+    named = {row.name: (leaf, place, row) for leaf, places in rows.items() for place, row in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
     safetensors.write(folder, shapes, dtype, lambda name: values_of(checkpoint, *named[name], pool))

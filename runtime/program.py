@@ -32,6 +32,20 @@ DEFAULT = "train"
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
 MODEL = ("forward", "loss_sum")  # functions of a trainer like train.py
+# `model_parts_of` the train.py whose model is that of models/llama.py: tools refuse runs of another.
+TRAIN_PY = {
+    "LOSS_CHUNK": "d21acc52",
+    "Layer": "3c9a5f7a",
+    "Model": "71e2e528",
+    "TokenBatch": "2ae8d68e",
+    "Weights": "0ab391dc",
+    "act": "5a296e84",
+    "attention": "360d7137",
+    "forward": "aa2b6df9",
+    "loss_sum": "7bc54068",
+    "rms_norm": "7814259e",
+    "rotary": "fd1b07df",
+}
 LONGEST_GIT_S = 10.0
 
 
@@ -143,6 +157,11 @@ def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
     """`model_parts_of` the trainer's source that a checkpoint keeps, which is not run; None: it keeps none."""
     record = _record(attributes)
     return None if record is None else model_parts_of(record["source"])
+
+
+def is_train_py(record: Mapping[str, Any]) -> bool:
+    """Whether a trainer with this record computes the model of TRAIN_PY."""
+    return model_parts_of(record["source"]) == TRAIN_PY
 
 
 def model_parts_of(source: str) -> dict[str, str]:

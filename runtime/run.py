@@ -163,7 +163,9 @@ class Run:
             # The configuration, and checkpoints, pages and trackers, which repeat it, may hold a secret.
             opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: no checkpoint waits for a tracker.
-            self._followers = opened.enter_context(Followers(self._config, self.folder, is_leader=self._is_leader))
+            is_known = "family" in self._about or program.is_train_py(self._program)
+            followers = Followers(self._config, self.folder, is_leader=self._is_leader, is_known=is_known)
+            self._followers = opened.enter_context(followers)
             tokenizer = self._open_data(opened)
             self._signals = opened.enter_context(StopSignals())
             self._open_checkpoints(opened)

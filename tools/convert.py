@@ -31,7 +31,7 @@ from runtime.checkpoints.writing import write_copy
 from runtime.config import command_line
 from runtime.config.rebuild import as_tree
 from runtime.data.sources import RECORD, keep_tokenizer, kept_tokenizer
-from runtime.data.tokenizers import load_tokenizer
+from runtime.data.tokenizers import Tokenizer, load_tokenizer
 from runtime.files import read_bytes
 from runtime.terminal import RunError, print_error, printable, run_errors
 
@@ -77,7 +77,7 @@ def main(config: Convert) -> None:
             dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
             with written_whole(to) as folder:
                 export(source, folder, dtype, pool, ends_of(source) if source.config is None else None)
-                copy_tokenizer(source.folder, folder)
+                copy_tokenizer(source.folder, folder, begins=source.config is None)
             if capacity := getattr(source.model, "capacity", None):
                 print_error(
                     f"model.capacity = {capacity}: the published model drops no tokens, as this one may", "note"
@@ -116,8 +116,12 @@ def bring_in(source: Source, to: Path, pool: ThreadPoolExecutor) -> None:
         keep_tokenizer(to, load_tokenizer(str(to)))
 
 
-def copy_tokenizer(folder: Path, to: Path) -> None:
-    """The tokenizer's own files where they are; else those that a GGUF file or a run's record of it make."""
+def copy_tokenizer(folder: Path, to: Path, begins: bool = False) -> None:
+    """The tokenizer's own files where they are; else those that a GGUF file or a run's record of it make.
+
+    Args:
+      begins: a record's tokenizer puts bos_id before each text, as the run's sequences have it.
+    """
     to.mkdir(parents=True, exist_ok=True)
     if folder.suffix == ".gguf":
         contents = gguf_tokenizer(folder)
@@ -130,7 +134,22 @@ def copy_tokenizer(folder: Path, to: Path) -> None:
     if tokenizer is not None and tokenizer.json and not (to / "tokenizer.json").exists():
         about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
         about |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
-        write_tokenizer(to, tokenizer.json, about)
+        write_tokenizer(to, *(beginning(tokenizer, about) if begins else (tokenizer.json, about)))
+
+
+def beginning(tokenizer: Tokenizer, about: dict) -> tuple[str, dict]:
+    """The files' contents for a tokenizer that puts bos_id before each text and chat."""
+    from tokenizers import processors
+
+    backend, bos = type(tokenizer.backend).from_str(tokenizer.json), tokenizer.bos_id
+    if (token := backend.id_to_token(bos)) is None or bos in backend.encode("", add_special_tokens=True).ids[:1]:
+        return tokenizer.json, about
+    first = processors.TemplateProcessing(f"{token} $A", f"{token} $A $B", [(token, bos)])
+    others = [backend.post_processor] if backend.post_processor else []
+    backend.post_processor = processors.Sequence([*others, first])
+    if template := about.get("chat_template"):
+        about = {**about, "chat_template": f"{{{{ {json.dumps(token)} }}}}{template}"}
+    return backend.to_str(), about
 
 
 def write_tokenizer(to: Path, text: str, about: dict) -> None:

@@ -60,7 +60,8 @@ def main(config: Any) -> None:
     trainer: Any = program.load(config.program)
     config = with_kernel(program.resolved(config, trainer), machine)
     if config.sweep:
-        return sweep(config, machine)
+        best = sweep(config, machine)
+        return print("", *map(wrapped, of_the_run(config, best.estimate, best.ledger)), sep="\n")
     config = on_mesh(config)
     try:
         if config.compile:

@@ -60,12 +60,10 @@ class Choice:
         return not self.fits, seconds if self.fits else seconds * self.memory_bytes
 
 
-def sweep(config: Any, machine: hardware.Hardware) -> None:
-    """Prints a table of the best meshes, and draws them into the folder."""
+def sweep(config: Any, machine: hardware.Hardware) -> Choice:
+    """Prints a table of the best meshes, draws them into the folder, and returns the first."""
     if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
         raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
-    if config.total_tokens or config.price is not None:
-        raise RunError("sweep=true knows steps alone: give total_tokens and price with a mesh that it found")
     devices = math.prod(vars(config.mesh).values())
     if config.hosts is not None:
         devices = config.hosts * config.per_host
@@ -82,6 +80,7 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
         )  # fmt: skip
         write_all(config.folder, {"sweep.html": page})
         print(f"{config.folder}: sweep.html")
+    return candidates[0]
 
 
 def table(config: Any, devices: int, ranked: list[Choice]) -> Table:

@@ -197,7 +197,7 @@ class Api:
         except pydantic.ValidationError as wrong:
             first, *others = wrong.errors()
             is_unknown = first["type"] == "unexpected_keyword_argument"
-            where, kinds = first["loc"], ["nothing that this server knows" if is_unknown else first["msg"]]
+            where, kinds = first["loc"], ["this server does not take it" if is_unknown else first["msg"]]
             if of_kind := [other["msg"] for other in others if where[1:] and other["loc"][:-1] == where[:-1]]:
                 where, kinds = where[:-1], [*kinds, *of_kind]  # it may be of several kinds, and is of none
             raise ValueError(f"{'.'.join(map(str, where)) or 'body'}: {', or: '.join(dict.fromkeys(kinds))}") from None

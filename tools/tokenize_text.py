@@ -116,6 +116,9 @@ def main(config: TokenizeText) -> None:
 
 def refuse_what_is_there(config: TokenizeText, dataset: zarr.Group, made_by: dict) -> None:
     """Raises RunError if a data set would be overwritten, and says in what its making differs."""
+    state: Any = dataset.attrs.asdict().get("tokenizing")
+    if state and state["position"] is None:
+        return  # the first record was refused, or the command was killed: no document is written yet
     # A run that was killed in begin() leaves a tokenizer at most, which is no more than this one writes.
     present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
     if present and not config.overwrite:

@@ -25,11 +25,13 @@ LONGEST_WAIT_S = 60.0  # at the end of a run, for all followers together
 class Followers:
     """Only the leader starts followers. What one prints is in `<run folder>/<follower>.log`.
 
+    Args:
+      is_known: whether the tools compute the run's model.
     Raises:
       RunError: a tracker's package is not installed.
     """
 
-    def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
+    def __init__(self, config: Any, run_folder: Path, *, is_leader: bool, is_known: bool = True):
         names = config.tracking.to
         if missing := [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]:
             packages = " ".join(PACKAGES[name][1] for name in missing)
@@ -38,6 +40,7 @@ class Followers:
                 f"{packages} (all: pip install -r requirements-trackers.txt), or leave it out"
             )
         self._folder, self._names = run_folder, ["report", *names] if is_leader else []
+        self._is_known = is_known
         self._running: dict[str, subprocess.Popen] = {}
 
     def start(self) -> None:
@@ -75,7 +78,7 @@ class Followers:
             elif status:
                 self._leave_out(name, self._failure(name, status))
         if error_type is None:
-            print_line("\n".join(map(wrapped, reached(self._folder))))
+            print_line("\n".join(map(wrapped, reached(self._folder, self._is_known))))
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
@@ -97,7 +100,7 @@ class Followers:
         )
 
 
-def reached(folder: Path) -> list[str]:
+def reached(folder: Path, is_known: bool) -> list[str]:
     """Lines on what a run has reached, where its page is, and what to do with it."""
     run = read_run(folder)
     steps = run.config.get("training.steps")
@@ -110,10 +113,12 @@ def reached(folder: Path) -> list[str]:
             value = f"{last[name]:.4f}" if isinstance(last[name], float) else last[name]
             done += f", {name.replace('_', ' ')} {value}"
     page = folder / "report.html"
+    decodes = f"python -m tools.generate {folder} "
+    decodes += "writes text." if (folder / "tokenizer_record.json").exists() else "prompt_ids=[1] output=ids draws ids."
+    if not is_known:
+        decodes = "tools.generate and tools.convert need a family for its model (docs/recipes/family.md)."
     return [
         f"{done}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),
-        f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; "
-        f"python -m tools.generate {folder} "
-        + ("writes text." if (folder / "tokenizer_record.json").exists() else "prompt_ids=[1] output=ids draws ids."),
+        f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; {decodes}",
     ]

@@ -1,6 +1,5 @@
 """What README.md and docs/ say to do, done: commands, their keys and files; links."""
 
-import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -12,7 +11,7 @@ import shutil
 
 import numpy as np
 import pytest
-from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in
+from pages import PAGES, ROOT, blocks, copy_of_the_repository, of_language, run_in
 
 import train
 from docs.generate import BLOCK
@@ -145,8 +144,7 @@ def random_lines(count, words):
 
 @pytest.mark.slow
 def test_your_own_text_in_five_commands(tmp_path):
-    """The commands of docs/data.md, but for the first, run in a folder of their own, for 10 steps; then its Python
-    does."""
+    """The commands of docs/data.md, but for the first, run in a folder of their own, for 10 steps."""
     copy_of_the_repository(tmp_path)
     (tmp_path / "my.txt").write_text("".join(f"{line}.\n" for line in random_lines(20000, words=12)))
     install, *lines = of_language("sh", "docs/data.md")[0].splitlines()
@@ -155,9 +153,6 @@ def test_your_own_text_in_five_commands(tmp_path):
         fewer = ["training.steps=10", "checkpoint_interval=10", "eval_interval=10", "validation_batches=1"]
         fewer = fewer if "-m train " in line else ["tokens=20"] if "generate" in line else []
         run_in(tmp_path, [*shlex.split(line), *fewer])
-    (code,) = of_language("python", "docs/data.md")
-    with contextlib.chdir(tmp_path):
-        assert isinstance(eval(code.strip().splitlines()[-1], executed(code)), str)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 import small
 from several_hosts import where
 
-from models import huggingface
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.data.sources import keep_tokenizer, kept_tokenizer
@@ -77,7 +76,7 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     assert start(monkeypatch, changed, folder, "training.steps=4", "allow_config_change=true") == 0
     printed = capsys.readouterr().out
     assert "  the program: my_trainer\n" in printed and "does not say which program" not in printed
-    assert program.model_parts(attributes_of(folder / "run")) not in (None, huggingface.TRAIN_PY)
+    assert program.model_parts(attributes_of(folder / "run")) not in (None, program.TRAIN_PY)
     assert program.model_parts({}) is None
     assert start(monkeypatch, program.load("train"), folder, "training.steps=6") == 1
     assert "the program: my_trainer -> train\n" in capsys.readouterr().err
@@ -178,7 +177,7 @@ def test_which_changes_make_another_model(old, new, is_same):
     the same, give it the new hash; else it needs the change too."""
     source = (ROOT / "train.py").read_text()
     assert old in source
-    assert (program.model_parts_of(source.replace(old, new) if old else source) == huggingface.TRAIN_PY) is is_same
+    assert (program.model_parts_of(source.replace(old, new) if old else source) == program.TRAIN_PY) is is_same
 
 
 def test_a_newer_python_hashes_the_same(tmp_path):

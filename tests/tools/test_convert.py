@@ -112,6 +112,21 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
         kept_tokenizer(tmp_path / "run").encode_batch([text]),
     ]
     assert ids[0][0].tolist() == ids[1][0].tolist()
+    backend = load_tokenizer(str(tmp_path / "out")).backend  # a text begins as the run's sequences do
+    assert backend.encode(text, add_special_tokens=True).ids == [0, *ids[0][0].tolist()]
+
+
+def test_a_run_with_other_weights_is_not_published(run, tmp_path):
+    """Even where the user says that it is the same model."""
+    with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
+        state = small.state_of(random_weights(small.MODEL, 0))
+        weights = {**vars(state.weights), "q_norm": state.weights.final_layer_norm}
+        checkpoints = Checkpoints(tmp_path / "run/checkpoints")
+        attributes = {"config": {"model": as_tree(small.MODEL)}, "program": OF_TRAIN_PY}
+        checkpoints.save(7, {"weights": weights}, attributes)
+        checkpoints.close()
+    status, said = run(tmp_path / "run", tmp_path / "out", "allow_program_change=true")
+    assert status == 1 and "is of another model than models/ computes: it has weights/q_norm" in said
 
 
 def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):

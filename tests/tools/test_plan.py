@@ -88,8 +88,6 @@ def test_how_long_and_at_which_price(capsys):
     assert re.search(r"\. \S+ tokens: ", planned(capsys, "c4_a100x8_1b", *keys))
     too_large = planned(capsys, "c4_a100x8_1b", "hardware=h200", "hosts=1", "training.tokens.batch=8192")
     assert "It will not fit" in too_large and "\nIf it did fit, tokens a second: " in too_large
-    with pytest.raises(RunError, match="give total_tokens and price with a mesh that it found"):
-        planned(capsys, "c4_a100x8_1b", *keys, "sweep=true", "price=2.5")
 
 
 def test_devices_of_a_host():
@@ -168,7 +166,7 @@ def test_a_sweep(capsys, tmp_path):
     folder = tmp_path / "swept"
     text = planned(capsys, "local_test_synthetic", *keys, "mesh.d=2", "mesh.t=2", "sweep=true", f"folder={folder}")
     assert text.startswith("local_test_synthetic on 4 × tiny, 8 × 32 tokens; the best first, ")
-    assert "\n\nAssumed:\n" in text
+    assert "\n\nAssumed:\n" in text and "\n\nTokens a second: " in text
     rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[2:] if line[0] == " "]
     assert {tuple(row[:3]) for row in rows} == {("4", "1", "2"), ("2", "2", "2")}
     both = [float(row[5]) + float(row[8]) for row in rows]

@@ -229,7 +229,7 @@ def test_the_model_by_its_name(server):
     (b'{"prompt": "\\ud800"}', "body: unexpected end of hex escape at line 1 column 19"),
     (b'{"prompt": "\xff"}', "body: invalid unicode code point at line 1 column 13"),
     (b"3", "body: Input should be a dictionary or an instance of Request"),
-    (b'{"prompt": "a", "best_of": 3}', "best_of: nothing that this server knows"),
+    (b'{"prompt": "a", "best_of": 3}', "best_of: this server does not take it"),
     (b'{"prompt": "a", "logprobs": 5}', "logprobs: Input should be a valid boolean, or: Input should be 0"),
     (b'{"prompt": "a", "temperature": -1}', "temperature: Input should be greater than or equal to 0"),
     (b'{"prompt": "a", "temperature": 1e39}', "temperature: Input should be less than 3402823669209385" + 23 * "0"),

@@ -617,6 +617,15 @@ def test_no_document_for_a_split(tmp_path):
 # ---------------------------------------------------------------- faults of the output
 
 
+def test_a_refused_first_record_leaves_nothing_in_the_way(tmp_path):
+    """The corrected command needs no overwrite, since no document was written."""
+    (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n')
+    command = [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr"]
+    assert_refuses("…no field 'text'; it has 'body'…", tokenize, *command)
+    tokenize(*command, "fields=[body]")
+    assert sequences(tmp_path / "x.zarr")[0] == ["some text"]
+
+
 def test_output_that_is_there(tmp_path, capsys):
     """The same command says that the output is complete; another one refuses to write over it, or replaces it when told
     to."""
