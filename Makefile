@@ -77,7 +77,7 @@ $(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(@D)/requirements.txt
 	touch $@
 
-test-slow: $(VENV)/tests  ## the slow tests; two hours
+test-slow: $(VENV)/tests  ## the slow tests; one to two hours
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
 torture: $(VENV)/tests  ## 1,050 signals, full disks, attacks; four hours
