@@ -63,10 +63,11 @@ def main(config: Convert) -> None:
         source = open_weights(config.from_, pool)
         if source.family is not None and not config.allow_program_change:
             require_same_program(source, None, "allow_program_change=true")
+        kind = (source.config or {}).get("model_type", name_of(source))
         if config.adapter:
             with written_whole(to) as folder:
                 export_adapters(source, folder)
-            return print(printable(f"{source.checkpoint.path} -> {to}: adapters of {name_of(source)}"))
+            return print(printable(f"{source.checkpoint.path} -> {to}: adapters of {kind}"))
         if source.is_published:
             if config.dtype is not None:
                 raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
@@ -82,7 +83,6 @@ def main(config: Convert) -> None:
                 print_error(
                     f"model.capacity = {capacity}: the published model drops no tokens, as this one may", "note"
                 )
-    kind = (source.config or {}).get("model_type", name_of(source))
     print(printable(f"{source.checkpoint.path} -> {to}: {kind}, {count(source):,} parameters"))
 
 

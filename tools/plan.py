@@ -129,10 +129,12 @@ def of_the_run(config: Any, estimate: roofline.Roofline, ledger: Ledger) -> list
     total = config.total_tokens or (training and training.steps * ledger.tokens)
     if total:
         times = [s * total / ledger.tokens for s in bounds(estimate)]
-        scales = {86400: "days", 3600: "hours", 1: "seconds"}
+        scales = {86400: "days", 3600: "hours", 60: "minutes", 1: "seconds"}
         scale = next((scale for scale in scales if times[1] > 2 * scale), 1)
         spent = [ledger.devices * s / 3600 for s in times]
-        price = "" if config.price is None else f", at {config.price:g} each {_range(x * config.price for x in spent)}"
+        price = (
+            "" if config.price is None else f", at {config.price:g} an hour: {_range(x * config.price for x in spent)}"
+        )
         takes = " to ".join(f"{s / scale:,.3g}" for s in times)
         lines.append(f"{number(total)} tokens: {takes} {scales[scale]}, {_range(spent)} device-hours{price}.")
     return [" ".join(lines)]

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import time
@@ -112,7 +113,7 @@ class Api:
 
         self.ready, self.engine, self.config = ready, engine, config
         self.requests, self.responses = requests, responses
-        self.name, self.seeds = Path(config.model).resolve().name, iter(range(2**32))
+        self.name = Path(config.model).resolve().name
         self.most_bytes = 2**16 + 64 * config.length  # of a request: more is no prompt of that length
 
         cors: Any = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
@@ -220,7 +221,7 @@ class Api:
                 most = f"at most {self.config.length} together"
                 raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
             for number in range(asked.n):
-                seed = next(self.seeds) if asked.seed is None else (asked.seed + number) % 2**32
+                seed = secrets.randbits(32) if asked.seed is None else (asked.seed + number) % 2**32
                 text = Text(self.ready, self.ready.chat_stops(stop) if is_chat else stop)
                 answers.append(Answer(ids, replace(asked, tokens=tokens, seed=seed), text, put))
         return answers

@@ -80,7 +80,7 @@ def test_how_long_and_at_which_price(capsys):
         float(each.replace(",", "").replace("M", "e6"))
         for each in re.search(
             r"Tokens a second: (\S+) to (\S+)\. 1\.00T tokens: (\S+) to (\S+) days, (\S+) to (\S+) device-hours, "
-            r"at 2\.5 each (\S+) to (\S+)\.\n", text
+            r"at 2\.5 an hour: (\S+) to (\S+)\.\n", text
         ).groups()
     ]  # fmt: skip
     assert first == pytest.approx(1e12 / high / 86400, rel=0.01) and last == pytest.approx(1e12 / low / 86400, rel=0.01)
