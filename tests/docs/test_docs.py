@@ -152,7 +152,7 @@ def test_your_own_text_in_five_commands(tmp_path):
     for line in lines:
         fewer = ["training.steps=10", "checkpoint_interval=10", "eval_interval=10", "validation_batches=1"]
         fewer = fewer if "-m train " in line else ["tokens=20"] if "generate" in line else []
-        run_in(tmp_path, [*shlex.split(line), *fewer])
+        run_in(tmp_path, [*shlex.split(line, comments=True), *fewer])
 
 
 @pytest.mark.slow
