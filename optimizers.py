@@ -58,17 +58,11 @@ class Training(train.Training):
         if self.decay_from is not None and own_end:
             raise ValueError(f'decay_from: schedule {self.schedule} falls from the warmup on: set it to constant')
         if self.decay_from is not None and not self.warmup_steps <= self.decay_from < self.steps_for_lr:
-            raise ValueError(
-                f'decay_from: expected a step from warmup_steps = {self.warmup_steps} to below '
-                f'steps_for_lr = {self.steps_for_lr}, where the learning rate is at its floor'
-            )
+            raise ValueError(f'decay_from: expected a step from {self.warmup_steps} to below {self.steps_for_lr}')
         if list(self.batch_doubles_at) != sorted(set(self.batch_doubles_at)):
             raise ValueError('batch_doubles_at: expected steps in increasing order')
         if self.microbatches % (least := 2 ** len(self.batch_doubles_at)):
-            raise ValueError(
-                f'batch_doubles_at: training.microbatches = {self.microbatches} is halved for each of these steps: '
-                f'set it to {least} or another multiple of {least}'
-            )
+            raise ValueError(f'batch_doubles_at halves training.microbatches = {self.microbatches}: set {least}·n')
         if self.optimizer == 'adafactor' and self.moment_dtype != 'float32':
             raise ValueError('moment_dtype: adafactor keeps only rows and columns, which are small: set it to float32')
 

@@ -194,10 +194,7 @@ def resolved(config: Config) -> Config:
     check_encoder(config, family_of(model).KIND, model)
     check_stages(config, family_of(model).KIND)
     if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
-        raise RunError(
-            f'model.attention = {model.attention}: its kernel holds no probabilities for training.dropout to drop: set '
-            'it to auto'
-        )
+        raise RunError(f'model.attention = {model.attention} has no probabilities for training.dropout: set it to auto')
     new = replace(config, model=model)
     for key, value in {'origins': config.origins, 'given': config}.items():  # given: what the run's config.yaml says
         object.__setattr__(new, key, value)  # frozen for everyone else
@@ -261,10 +258,8 @@ def check_encoder(config: Config, kind: str, model: Any) -> None:
     if kind == 'encoder' and config.masking.token is not None and config.masking.token >= model.vocab:
         raise RunError(f'masking.token = {config.masking.token}: expected an id below model.vocab = {model.vocab}')
     if kind != 'decoder' and context_of(config.mesh, model.n_kv, config.context).way != 'deal':
-        raise RunError(
-            f'mesh.c = {config.mesh.c}, context = {config.context}: in a model with an encoder heads are dealt '
-            f'out: expected model.n_kv = {model.n_kv} a multiple of mesh.t · mesh.c, and auto'
-        )
+        expected = f'expected auto, and model.n_kv = {model.n_kv} a multiple of mesh.t · mesh.c'
+        raise RunError(f'mesh.c = {config.mesh.c}, context = {config.context}: an encoder deals heads out: {expected}')
 
 
 def check_stages(config: Config, kind: str) -> None:

@@ -103,11 +103,7 @@ def usable(name: str, dtype, d_head: int) -> str:
     """
     kernel, here = chosen(name, dtype, d_head), chosen("auto", dtype, d_head)
     if kernel in NEEDS and kernel != here:
-        raise KernelError(
-            f"model.attention = {kernel} cannot run on {jax.local_devices()[0].device_kind} "
-            f"with {jax.numpy.dtype(dtype)} and model.d_head = {d_head}: it needs {NEEDS[kernel]}. "
-            f"Set model.attention=auto, which is {here} here"
-        )
+        raise KernelError(f"model.attention = {kernel} needs {NEEDS[kernel]}; auto is {here} here")
     return kernel
 
 

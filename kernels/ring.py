@@ -112,9 +112,7 @@ def _going_round(recipe) -> tuple[list[bool], str]:
     marked = [[dim for dim in operand.dims if dim.indexed] for operand in recipe.operands]
     dims = {dim for marks in marked for dim in marks}
     if len(dims) != 1 or max(map(len, marked)) > 1 or len(dims.pop().axes) != 1:
-        raise ShardingError(
-            "what goes round has one dim in [ ], the same in all of it, split over one axis: 'B/d [S/c] K/t D'"
-        )
+        raise ShardingError("what goes round has one dim in [ ], split over an axis, the same in all: '[S/c] K/t D'")
     (axis,) = next(dim for marks in marked for dim in marks).axes
     if marked[0] or axis not in first.split:
         raise ShardingError(f"the first operand stays, is split over {axis}, and the result lies as it does")

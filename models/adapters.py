@@ -228,10 +228,7 @@ def named(family: ModuleType, model: Any, places: list[Place]) -> list[Named]:
     for place in places:
         rows = table[f"{place.stack}/{place.leaf}"]
         if bool(place.part) != (len(rows) > 1):
-            raise RunError(
-                f"{place.path} is a part of the published {rows[0][0]}, for which PEFT has a single adapter: merge the "
-                "adapters into the weights instead, by leaving adapter=true out"
-            )
+            raise RunError(f"{place.path}: PEFT has one adapter for all of {rows[0][0]}: leave adapter=true out")
         name, pattern = rows[place.part[0] if place.part else 0]
         groups = re.findall(r"\([^)]*\)|\S+", pattern.partition(" -> ")[0])
         is_read = [set(group.strip("()").split()) <= set(place.a.names) for group in groups]

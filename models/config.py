@@ -76,9 +76,7 @@ class Fields:
         """Raises RunError for fields of `unread`."""
         if unread := self.unread():
             fields = ', '.join(f'{key} = {json.dumps(value)[:80]}' for key, value in unread.items())
-            raise RunError(
-                f"{self.where}: this family does not compute {fields}. Delete what has no effect on the model's results"
-            )
+            raise RunError(f"{self.where}: this family does not compute {fields}: delete what changes no result")
 
 
 # == What every model has ==============================================================================================

@@ -206,10 +206,8 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
         what = f"forward pass and loss of train.py here are not those of {where}"
     if made_by not in (None, taken_by):
         what += f" (different: {', '.join(program.changed(made_by, taken_by or {}))})"
-    raise RunError(
-        f"{source.checkpoint.path}: {what}: if both compute the same model, add {key}; else write a family for it "
-        "(docs/recipes/family.md)"
-    )
+    where = source.checkpoint.path
+    raise RunError(f"{where}: {what}: if both compute the same model, add {key}; else docs/recipes/family.md")
 
 
 def is_like_train_py(attributes: dict[str, Any]) -> bool:
@@ -445,15 +443,17 @@ def first_weights(config: Any, at_hand: dict[str, str] | None, threads: int = 16
 
 
 def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
-    """Factors of weights, by name, for a model whose attention logits have this scale."""
+    """Factors of weights, by name, for a model whose attention logits have this scale: where q is normed, the factor
+    goes into the norm's scale, to which Gemma adds 1."""
     theirs = getattr(source.model, "logits_scale", 1.0)
-    if source.family is None or theirs == logits_scale:
+    if source.family is None or math.isclose(theirs, logits_scale, rel_tol=1e-6):  # a yaml rounds it
         return {}
-    if source.model.qk_norm != "none":
-        raise RunError(
-            f"model.logits_scale of {source.checkpoint.path} is {theirs}: with qk_norm it must be {logits_scale}"
-        )
-    return {f"weights/transformer/{name}": theirs / logits_scale for name in ("w_q", "b_q")}
+    is_normed = source.model.qk_norm != "none"
+    if is_normed and source.family.TABLE.table["transformer"]["q_norm"].plus:
+        where = f"model.logits_scale of {source.checkpoint.path}"
+        raise RunError(f"{where} is {theirs}: with qk_norm it must be {logits_scale}")
+    names = ("q_norm", "q_norm_all") if is_normed else ("w_q", "b_q")
+    return {f"weights/transformer/{name}": theirs / logits_scale for name in names}
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------

@@ -369,10 +369,7 @@ def require_positions(model: Any, length: int) -> None:
     """Raises RunError for rows that are longer than the table of positions."""
     learned = learned_positions(model)
     if learned is not None and length > learned:
-        raise RunError(
-            f'rows of {length} tokens: this model has learned {learned} positions (model.positions'
-            f'{" - model.first_position" if learned < model.positions else ""}): take shorter rows, training.tokens.len'
-        )
+        raise RunError(f'rows of {length} tokens: the model has {learned} positions: shorten training.tokens.len')
 
 
 def hidden(

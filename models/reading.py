@@ -166,9 +166,7 @@ class Reader:
         Raises RunError for a prompt without masked positions."""
         for ids in prompts:
             if self.mask is None or self.mask not in ids:
-                raise RunError(
-                    f'{list(ids)[:20]}: expected a masked token (the id {self.mask}), which this model fills in'
-                )
+                raise RunError(f'{list(ids)[:20]}: expected a masked token, the id {self.mask}, to fill in')
         rows = batch_of(prompts, max(map(len, prompts)))
         _, best = self.predict(rows)
         again = rows[0].copy()

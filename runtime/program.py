@@ -31,8 +31,8 @@ DEFAULT = "train"
 # published files.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
-MODEL = ("forward", "loss_sum")  # functions of a trainer like train.py
-# `model_parts_of` the train.py whose model is that of models/llama.py: tools refuse runs of another.
+MODEL = ("forward", "loss_sum", "validation_step")  # functions of a trainer like train.py
+# `model_parts` of the train.py whose model is that of models/llama.py: tools refuse runs of another.
 TRAIN_PY = {
     "LOSS_CHUNK": "d21acc52",
     "Layer": "3c9a5f7a",
@@ -42,9 +42,11 @@ TRAIN_PY = {
     "act": "5a296e84",
     "attention": "360d7137",
     "forward": "aa2b6df9",
+    "kernels": "7a050fd2c61c2270",
     "loss_sum": "7bc54068",
     "rms_norm": "7814259e",
     "rotary": "fd1b07df",
+    "validation_step": "c945e349",
 }
 LONGEST_GIT_S = 10.0
 
@@ -141,6 +143,7 @@ def recorded(config: Any) -> dict[str, Any]:
         "file": hashes.pop(name),
         "made_of": _hash(repr(hashes)),
         "family": of_family(family) if family.__name__.startswith("models.") else None,
+        "kernels": _of_rooms(hashes, "kernels."),
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
@@ -148,20 +151,20 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def of_family(family: ModuleType) -> str:
-    """A hash of a family's file and of all that it imports from models/."""
-    hashes = _hashes(family.__name__, Path(inspect.getfile(family)).resolve())
-    return _hash(repr({name: hashed for name, hashed in hashes.items() if name.startswith("models.")}))
+    """A hash of a family's file and of all that it imports from models/ and kernels/."""
+    return _of_rooms(_hashes(family.__name__, Path(inspect.getfile(family)).resolve()), "models.", "kernels.")
+
+
+def _of_rooms(hashes: dict[str, str], *rooms: str) -> str:
+    return _hash(repr({name: hashed for name, hashed in hashes.items() if name.startswith(rooms)}))
 
 
 def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """`model_parts_of` the trainer's source that a checkpoint keeps, which is not run; None: it keeps none."""
-    record = _record(attributes)
-    return None if record is None else model_parts_of(record["source"])
-
-
-def is_train_py(record: Mapping[str, Any]) -> bool:
-    """Whether a trainer with this record computes the model of TRAIN_PY."""
-    return model_parts_of(record["source"]) == TRAIN_PY
+    """`model_parts_of` the trainer's source that a checkpoint keeps, which is not run, and its kernels, which earlier
+    versions did not record; None: it keeps none."""
+    if (record := _record(attributes)) is None:
+        return None
+    return {**model_parts_of(record["source"]), "kernels": record.get("kernels", TRAIN_PY["kernels"])}
 
 
 def model_parts_of(source: str) -> dict[str, str]:

@@ -163,7 +163,8 @@ class Run:
             # The configuration, and checkpoints, pages and trackers, which repeat it, may hold a secret.
             opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: no checkpoint waits for a tracker.
-            is_known = "family" in self._about or program.is_train_py(self._program)
+            parts = program.model_parts({"program": self._program}) or {}
+            is_known = "family" in self._about or parts == program.TRAIN_PY
             followers = Followers(self._config, self.folder, is_leader=self._is_leader, is_known=is_known)
             self._followers = opened.enter_context(followers)
             tokenizer = self._open_data(opened)
@@ -175,6 +176,9 @@ class Run:
             self.validation_data.begin()
             if self._is_leader:
                 self._describe(tokenizer)
+            is_changed = parts.get("attention", program.TRAIN_PY["attention"]) != program.TRAIN_PY["attention"]
+            if is_changed and getattr(self._config.model, "attention", "einsum") != "einsum":
+                self.say("note: attention() was changed, but a kernel may run in its place: see model.attention")
             self._open = opened.pop_all()
         return self
 

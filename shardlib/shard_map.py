@@ -38,15 +38,12 @@ class typed_shard_map:
 
     def __call__(self, *args, **kwargs):
         if all_mapped_axes():
-            raise ShardingError(
-                f"{self.name} is mapped over the mesh, inside of a function that is\n  fix: call the function itself, "
-                f"without typed_shard_map\n  at {users_line()}"
-            )
+            what = f"{self.name} is mapped over the mesh, inside of a function that is"
+            raise ShardingError(f"{what}\n  fix: call it without typed_shard_map\n  at {users_line()}")
         mesh = current_mesh()
         if mesh is None:
-            raise ShardingError(
-                f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`\n  at {users_line()}"
-            )
+            what = f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`"
+            raise ShardingError(f"{what}\n  at {users_line()}")
         names, types, values = self._bind(args, kwargs)
         self._global(mesh, names, types, values)
         if self.checked:
@@ -82,10 +79,9 @@ class typed_shard_map:
                 what = f"argument {name} of {self.name}"
                 check_tree(type_, value, what=what, whole_on=axes)
                 if len(jax.tree.leaves(map_type(lambda array: array.spec, type_))) != len(jax.tree.leaves(value)):
-                    raise ShardingError(
-                        f"{what} stands for a matrix with several arrays, and its type says how one lies\n  fix: pass "
-                        f"the arrays, and make the products.Adapted or Quantized inside\n  at {users_line()}"
-                    )
+                    text = f"{what} stands for a matrix with several arrays, and its type says how one lies"
+                    fix = "pass the arrays, and make the products.Adapted or Quantized inside"
+                    raise ShardingError(f"{text}\n  fix: {fix}\n  at {users_line()}")
         with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
             for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type)):
                 spec.partition_spec, spec.require_mesh_order(axes)

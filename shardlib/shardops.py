@@ -150,10 +150,7 @@ def operation(plan):
 def _planned(plan, text, operands, results, axes) -> tuple[Recipe, Plan]:
     name, axes = plan.__name__.lstrip("_"), dict(axes)
     if not axes:
-        raise ShardingError(
-            "called outside of shard_map: there are no mesh axes here\n"
-            "  fix: call it inside a function under typed_shard_map"
-        )
+        raise ShardingError("called outside of shard_map\n  fix: call it inside a function under typed_shard_map")
     if not operands and "->" in text:
         raise ShardingError("the call lacks the operands of the string")
     recipe = parse_operation(text, operands, results) if operands else Recipe((), (parse(text),))
@@ -201,10 +198,8 @@ def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
     def held(dim: Dim):
         size = known[dim.name] if dim.name in known else known_size(dim, axes, letters)[0]
         if size is None:
-            raise ShardingError(
-                f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it\n"
-                f"  fix: where the operation makes {dim.name} (zeros, local, regroup), say {dim.name}=..."
-            )
+            fix = f"where the operation makes {dim.name} (zeros, local, regroup), say {dim.name}=..."
+            raise ShardingError(f"no operand and no annotation here has the size of {dim.name}\n  fix: {fix}")
         require_divisible(dim, size, axes)
         remember(dim, size, axes, letters, text)
         return part_of(size, dim, axes)
@@ -281,10 +276,8 @@ def _sealed(run, operands, axes):
         with marks.during(marks.Check(axes, None, is_local=True)):
             return jax.make_jaxpr(run)(*held)
     except NameError as error:
-        raise ShardingError(
-            f"a function that is local to a device sends over {unbound(error, axes)}: write the transfer as an "
-            "operation with a string"
-        ) from error
+        what = f"a function that is local to a device sends over {unbound(error, axes)}"
+        raise ShardingError(f"{what}: write the transfer as an operation with a string") from error
 
 
 # -- What the plans share ----------------------------------------------------------------------------------------------
@@ -293,9 +286,8 @@ def require_result(recipe: Recipe, dims, pending=(), why: str = ""):
     expected = Spec(tuple(dims), tuple(pending))
     if recipe.result != expected:
         operands = ", ".join(map(str, recipe.operands))
-        raise ShardingError(
-            f"the result is '{expected}', not '{recipe.result}'{why}\n  fix: write '{operands} -> {expected}'"
-        )
+        fix = f"write '{operands} -> {expected}'"
+        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'{why}\n  fix: {fix}")
 
 
 class _Change(typing.NamedTuple):
@@ -313,10 +305,8 @@ def _change(recipe: Recipe, text: str, *does: str) -> _Change:
     says that of the operation."""
     (operand,), result, name = recipe.operands, recipe.result, text.split()[0]
     if operand.names != result.names:
-        raise ShardingError(
-            f"{name} keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
-            f"{' '.join(result.names) or 'none'}"
-        )
+        before, after = (" ".join(spec.names) or "none" for spec in (operand, result))
+        raise ShardingError(f"{name} keeps the dims, {before}, but the result has {after}")
     gathers, splits = [], []
     for position, (before, after) in enumerate(zip(operand.dims, result.dims)):
         fewer, more = sorted((before, after), key=lambda dim: len(dim.axes))
@@ -324,10 +314,8 @@ def _change(recipe: Recipe, text: str, *does: str) -> _Change:
             fix, last = "", [axis for axis in more.axes if axis not in fewer.axes]
             if len(last) + len(fewer.axes) == len(more.axes):
                 fix = f"\n  fix: split it as {'/'.join((more.name, *fewer.axes, *last))} where it is declared"
-            raise ShardingError(
-                f"{before} and {after}: {name} changes a dim's last axes only, since the parts "
-                f"over a major axis alone are not neighbours{fix}"
-            )
+            why = f"{name} changes a dim's last axes only, whose parts are neighbours"
+            raise ShardingError(f"{before} and {after}: {why}{fix}")
         if axes := more.axes[len(fewer.axes) :]:
             (gathers if more is before else splits).append((position, axes))
     sums = [axis for axis in operand.pending if axis not in result.pending]
@@ -404,10 +392,8 @@ def _require_axes(name: str, axes):
     if not set(axes) <= set(mapped_axes()):
         raise ShardingError(f"'{name}': the {mesh_text(all_mapped_axes())} has no such axis here\n  at {users_line()}")
     if (check := marks.current()) is not None and check.is_local:
-        raise ShardingError(
-            f"a function that is local to a device asks for the number of devices along {name}, or the index there\n"
-            f"  fix: pass it as an operand\n  at {users_line()}"
-        )
+        what = f"a function that is local to a device asks for the devices along {name}, or its index there"
+        raise ShardingError(f"{what}\n  fix: pass it as an operand\n  at {users_line()}")
 
 
 def _divided(x, count: Count):
@@ -417,17 +403,13 @@ def _divided(x, count: Count):
     def rule(states):
         (state,) = states
         if state.pending and not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise ShardingError(
-                f"{x.dtype}, pending over {', '.join(sorted(state.pending))}, over a number of devices: whole numbers "
-                "may wrap around where their sum does not\n  fix: convert before the sum, or reduce it first"
-            )
+            what = f"{x.dtype}, pending over {', '.join(sorted(state.pending))}, over a number of devices"
+            raise ShardingError(f"{what}: it may wrap around\n  fix: convert before the sum, or reduce it first")
         for axis in sorted(axes):
             if state.word(axis) != "the same" or state.sized:
                 word = "counted on one device" if state.sized else f"{state.word(axis)} along {axis}"
-                raise ShardingError(
-                    f"what is {word} over the number of devices along {axis} is another value on each mesh\n  fix: "
-                    f"divide by the whole's size, (x.shape[0] * shardops.axis_size('{axis}')), of a dim '/{axis}'"
-                )
+                fix = f"divide by the whole's size, (x.shape[0] * shardops.axis_size('{axis}')), of a dim '/{axis}'"
+                raise ShardingError(f"what is {word} over the devices along {axis} differs by mesh\n  fix: {fix}")
         return [dataclasses.replace(state, pending=state.pending | axes, zero=False)]
 
     return marks.mark(("axis_size", count.axes, count.factor), rule, jax.eval_shape(lambda x: x / 1, x), x)
@@ -655,11 +637,8 @@ def _ppermute(recipe, axes):
     moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes == (dim.name,)]
     if len(moving) != 1 or moving[0].axes != (moving[0].name,):
         split = next((axis for dim in operand.dims for axis in dim.axes), next(iter(axes)))
-        raise ShardingError(
-            f"ppermute rolls one dim that counts an axis' devices, as '{split}/{split}' does: of a longer dim it would "
-            f"move blocks, of another size on each mesh\n  fix: shardops.regroup('L/{split} -> {split}/{split} l', x) "
-            "makes such a dim; where there are several, mark the one that moves with [ ]"
-        )
+        fix = f"shardops.regroup('L/{split} -> {split}/{split} l', x) makes one; of several, mark it with [ ]"
+        raise ShardingError(f"ppermute rolls one dim that counts an axis' devices, '{split}/{split}'\n  fix: {fix}")
     (axis,) = moving[0].axes
     count = axes[axis]
 
@@ -740,9 +719,7 @@ def _equation(recipe, axes) -> str:
     for one, other in ((first, second), (second, first)):
         for axis in one.pending:
             if axis in other.split or axis in other.pending:
-                raise ShardingError(
-                    f"'{one}' is pending over {axis}, and '{other}' is not the same along it: reduce it first"
-                )
+                raise ShardingError(f"'{one}' is pending over {axis}, '{other}' not the same along it: reduce it first")
     if unknown := [name for name in recipe.result.names if name not in lies]:
         raise ShardingError(f"dim {unknown[0]} of the result is in no operand")
     dims = tuple(lies[name] for name in recipe.result.names)
@@ -751,10 +728,8 @@ def _equation(recipe, axes) -> str:
     split = [axis for dim in lies.values() for axis in dim.axes]
     for axis in split:
         if split.count(axis) > 1:
-            raise ShardingError(
-                f"two dims are split over {axis}, {' and '.join(str(dim) for dim in lies.values() if axis in dim.axes)}"
-                ": each device has only the parts of its own index, gather one of them first"
-            )
+            dims = " and ".join(str(dim) for dim in lies.values() if axis in dim.axes)
+            raise ShardingError(f"two dims are split over {axis}, {dims}: gather one of them first")
     is_forgotten = contracted - set(recipe.result.pending)
     sums = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if is_forgotten else ""
     require_result(recipe, dims, pending, sums)
@@ -827,9 +802,7 @@ def index_unreduced(recipe, axes):
     table, indices = recipe.operands
     marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
     if len(marked) != 1 or builtins.any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
-        raise ShardingError(
-            "the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'"
-        )
+        raise ShardingError("the table's indexed dim alone stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'")
     if table.pending or indices.pending:
         raise ShardingError("a pending table or index: reduce it first")
     (position,) = marked
@@ -837,15 +810,11 @@ def index_unreduced(recipe, axes):
     others = (*table.dims[:position], *table.dims[position + 1 :])
     is_table_each = others == indices.dims  # a table for each index
     if not is_table_each and (clash := set(indices.split) & table.split):
-        raise ShardingError(
-            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own "
-            "indices in its own rows, gather one of them first"
-        )
+        over = ", ".join(sorted(clash))
+        raise ShardingError(f"table and indices are both split over {over}: gather one of them first")
     if not is_table_each and (both := set(indices.names) & set(table.names)):
-        raise ShardingError(
-            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' "
-            "dims, or none"
-        )
+        dims = ", ".join(sorted(both))
+        raise ShardingError(f"table and indices share {dims}: all dims but the indexed one are the indices', or none")
     require_result(recipe, indices.dims if is_table_each else (*indices.dims, *others), _ordered(names, axes))
 
     def run(table, indices):
@@ -916,14 +885,11 @@ def _regroup(recipe, axes):
         old, new = old[:-end], new[:-end]
     were, are = " ".join(map(str, old)) or "nothing", " ".join(map(str, new)) or "nothing"
     if not (old or new) or {dim.name for dim in old} & {dim.name for dim in new}:
-        raise ShardingError(
-            f"regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L', not '{result}' of '{operand}'"
-        )
+        what = "regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L'"
+        raise ShardingError(f"{what}, not '{result}' of '{operand}'")
     if lost := {axis for dim in old for axis in dim.axes} ^ {axis for dim in new for axis in dim.axes}:
-        raise ShardingError(
-            f"{were} and {are} are split over different axes ({', '.join(sorted(lost))}): regroup moves nothing between"
-            " devices"
-        )
+        over = ", ".join(sorted(lost))
+        raise ShardingError(f"{were} and {are} are split over different axes ({over}): regroup sends nothing")
 
     def sizes(known):
         known = {dim.name: known.get(dim.name, known_size(dim, axes, {})[0]) for dim in (*old, *new)}
@@ -1004,14 +970,10 @@ def require_local(recipe: Recipe, axes):
                 raise ShardingError(f"an operand is pending over {axis} and {other}: reduce it first")
             if split and not differs:
                 raise ShardingError(
-                    f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local "
-                    "function"
+                    f"an operand differs along {axis}, the result does not: a local function sends nothing"
                 )
             if differs and not split and not is_pending:
-                raise ShardingError(
-                    f"the operands are the same along {axis}, and so is the result: a local function does not know "
-                    "which device it runs on"
-                )
+                raise ShardingError(f"operands and result are the same along {axis}: a local function knows no index")
 
 
 def each(axis: str, function, *trees):
@@ -1096,10 +1058,8 @@ def _vjp(name, function, args, has_aux=False):
                 _require_pending(state, axes)
             require_dual(cotangent, state, axes, f"the cotangent of result {index}")
         if builtins.any(state.zero for state in of_args):
-            raise ShardingError(
-                "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
-                "  fix: make it with shardops.zeros, which gives it one"
-            )
+            what = "a constant zero, which has no type, is differentiated"
+            raise ShardingError(f"{what}\n  fix: make it with shardops.zeros, which gives it one")
         return [dataclasses.replace(dual(state, axes), gradient_of=name) for name, state in zip(names, of_args)]
 
     def pull(cotangent):
@@ -1118,11 +1078,8 @@ def _vjp(name, function, args, has_aux=False):
 
 def _require_pending(loss: State, axes: frozenset[str]):
     for axis in sorted(axes - loss.pending):
-        raise ShardingError(
-            f"the loss is {loss.word(axis)} along {axis}: what is differentiated is the sum over all devices, so it "
-            f"would count once for each device along {axis}\n  fix: return it pending, "
-            f"'{Spec((), tuple(mapped_axes()))}', before any psum"
-        )
+        what = f"the loss is {loss.word(axis)} along {axis}: it would count once for each device along {axis}"
+        raise ShardingError(f"{what}\n  fix: return it pending, '{Spec((), tuple(mapped_axes()))}', before any psum")
 
 
 def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
@@ -1142,10 +1099,8 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
         indices = (argnums,) if isinstance(argnums, int) else argnums
         chosen = [index % len(args) for index in indices if -len(args) <= index < len(args)]
         if len(set(chosen)) < len(indices):
-            raise ShardingError(
-                f"argnums={argnums}: expected numbers of different arguments, of {len(args)}\n"
-                f"  at {users_line()} in shardops.value_and_grad"
-            )
+            what = f"argnums={argnums}: expected numbers of different arguments, of {len(args)}"
+            raise ShardingError(f"{what}\n  at {users_line()} in shardops.value_and_grad")
 
         def of_weights(*weights):
             weights = dict(zip(chosen, weights))
@@ -1153,10 +1108,8 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
 
         loss, pull, *aux = _vjp("value_and_grad", of_weights, tuple(args[index] for index in chosen), has_aux)
         if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            raise ShardingError(
-                f"the loss must be a scalar of a float type, it is {jnp.result_type(loss)}{list(jnp.shape(loss))}\n"
-                f"  at {users_line()} in shardops.value_and_grad"
-            )
+            what = f"the loss must be a scalar of a float type, it is {jnp.result_type(loss)}{list(jnp.shape(loss))}"
+            raise ShardingError(f"{what}\n  at {users_line()} in shardops.value_and_grad")
         gradients = pull(jnp.ones_like(loss))
         return ((loss, *aux) if has_aux else loss), (gradients[0] if isinstance(argnums, int) else gradients)
 
@@ -1199,10 +1152,8 @@ def sum_over_chunks(function, shared, x, others):
 
     def with_gradient(shared, x, others):
         if builtins.any(leaf.perturbed for leaf in jax.tree.leaves(others)):
-            raise ShardingError(
-                "what stands in `others` is differentiated: its gradient would be zero\n"
-                f"  fix: pass it in `shared` or `x`\n  at {line} in shardops.sum_over_chunks"
-            )
+            what = "what stands in `others` is differentiated: its gradient would be zero"
+            raise ShardingError(f"{what}\n  fix: pass it in `shared` or `x`\n  at {line} in shardops.sum_over_chunks")
         leaves, structure = jax.tree.flatten(shared)
         trained = {index: leaf.value for index, leaf in enumerate(leaves) if leaf.perturbed}
 

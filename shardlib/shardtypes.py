@@ -148,9 +148,7 @@ def known_size(dim: Dim, axes: dict[str, int], letters: dict) -> tuple[int | Non
     if dim.name not in axes:
         return letters.get(dim.name, (None, ""))
     if dim.axes not in ((), (dim.name,)):
-        raise ShardingError(
-            f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other"
-        )
+        raise ShardingError(f"dim {dim}: one that is named like an axis counts its devices, and is split over no other")
     return axes[dim.name], "the mesh, whose axis has that name"
 
 
@@ -258,9 +256,7 @@ class Array:
         spec, inner = parameters
         spec = _parse_type(spec)
         if spec.pending:
-            raise ShardingError(
-                f"Array['{spec}', ...] adds dims to each field; pending axes stand in the fields' types"
-            )
+            raise ShardingError(f"Array['{spec}', ...] adds dims to fields: pending axes stand in the fields' types")
         stacked = Stacked(spec.dims, inner)
         map_type(lambda array: array, stacked, like=_ALL)  # each field can have these dims
         return stacked
@@ -328,10 +324,8 @@ def _walk(leaf, type_, value, what: str = "", leading: tuple[Dim, ...] = (), pat
         return _walk(leaf, type_.cls, value, what, leading + type_.dims, path)
     if (inner := inner_of_optional(type_)) is not None:
         if value is _NOTHING:
-            raise wrong(
-                f"{type_}: nothing says here whether the value is there\n"
-                "  fix: shardtypes.narrowed(Weights, shapes) is the type with the fields that `shapes` has"
-            )
+            fix = "shardtypes.narrowed(Weights, shapes) is the type with the fields that `shapes` has"
+            raise wrong(f"{type_}: nothing says here whether the value is there\n  fix: {fix}")
         return None if value is None else _walk(leaf, inner, value, what, leading, path)
     if dataclasses.is_dataclass(type_):
         cls, parts = (type_, fields(type_)) if isinstance(type_, type) else (type(type_), vars(type_))
@@ -349,10 +343,8 @@ def _walk(leaf, type_, value, what: str = "", leading: tuple[Dim, ...] = (), pat
     if type_ is None and (value is None or not what):  # a field that this model's type lacks
         return None
     if not what:
-        raise ShardingError(
-            f"{_name_of(type_)} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a "
-            "pytree_dataclass of them"
-        )
+        fix = "use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
+        raise ShardingError(f"{_name_of(type_)} is no type of sharded arrays: {fix}")
     if container is dict:
         return {key: inside(items[1], item, key) for key, item in value.items()}
     if container in (tuple, list):
@@ -497,10 +489,8 @@ def _check_outside(spec: Spec, value):
     wanted = NamedSharding(mesh, spec.partition_spec)
     if not value.sharding.is_equivalent_to(wanted, value.ndim):
         lies = getattr(value.sharding, "spec", value.sharding)
-        raise ShardingError(
-            f"the array lies as {lies}, the type says {wanted.spec}: "
-            "place it with jax.device_put(x, make_shardings(...))"
-        )
+        fix = "place it with jax.device_put(x, make_shardings(...))"
+        raise ShardingError(f"the array lies as {lies}, the type says {wanted.spec}: {fix}")
 
 
 def check_tree(type_, value, *, what: str = "the annotation", whole_on=None):

@@ -115,10 +115,8 @@ class Spec:
     @property
     def partition_spec(self) -> PartitionSpec:
         if self.pending:
-            raise ShardingError(
-                f"'{self}' is pending over {', '.join(self.pending)}: "
-                "a pending value has no meaning outside of shard_map"
-            )
+            over = ", ".join(self.pending)
+            raise ShardingError(f"'{self}' is pending over {over}, which has no meaning outside of shard_map")
         return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
 
     def in_mesh_order(self, mesh_axes) -> "Spec":
@@ -127,20 +125,16 @@ class Spec:
         lacks."""
         for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
             if axis not in mesh_axes:
-                raise ShardingError(
-                    f"'{self}' names mesh axis {axis}{_meaning(str(self), axis)}, but the mesh has "
-                    f"{', '.join(mesh_axes) or 'no axes'}"
-                )
+                what = f"'{self}' names mesh axis {axis}{_meaning(str(self), axis)}"
+                raise ShardingError(f"{what}, but the mesh has {', '.join(mesh_axes) or 'no axes'}")
         legal = tuple(sorted(self.pending, key=list(mesh_axes).index))
         return self if legal == self.pending else Spec(self.dims, legal)
 
     def require_mesh_order(self, mesh_axes):
         legal = self.in_mesh_order(mesh_axes)
         if legal != self:
-            raise ShardingError(
-                f"pending axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
-                f"write '{legal}', not '{self}'"
-            )
+            order = ", ".join(mesh_axes)
+            raise ShardingError(f"pending axes are in the mesh's order ({order}): write '{legal}', not '{self}'")
 
 
 @dataclass(frozen=True)
@@ -178,10 +172,8 @@ def parse(text: str) -> Spec:
             continue
         match = _DIM.fullmatch(word)
         if match is None or bool(match["open"]) != bool(match["close"]):
-            raise ShardingError(
-                f"cannot read '{word}' in '{text}': a dim is a name or an integer, then /axis for each axis it is "
-                "split over, as in 'B/d L 2 M/d/t'; pending axes come last, as in '+t'"
-            )
+            what = "a dim is a name or a number, then /axis for each axis it is split over: 'B/d L 2 M/d/t +t'"
+            raise ShardingError(f"cannot read '{word}' in '{text}': {what}")
         if pending:
             raise ShardingError(f"in '{text}' the dim '{word}' stands after a pending axis: pending axes come last")
         names = tuple(match["axes"].split("/")[1:])
@@ -190,10 +182,8 @@ def parse(text: str) -> Spec:
     used = [*(axis for dim in dims for axis in dim.axes), *axes]
     for axis in used:
         if used.count(axis) > 1:
-            raise ShardingError(
-                f"'{text}' uses mesh axis {axis} twice{_meaning(text, axis)}: an axis is split over one dim, or "
-                "pending, or not mentioned"
-            )
+            what = f"'{text}' uses mesh axis {axis} twice{_meaning(text, axis)}"
+            raise ShardingError(f"{what}: an axis is split over one dim, or pending, or not mentioned")
     if axes != tuple(pending):
         axes = tuple(sorted(axes, key=lambda axis: _ORDER.index(axis) if axis in _ORDER else len(_ORDER)))
     return Spec(tuple(dims), axes, tuple(pending))
@@ -210,10 +200,8 @@ def parse_operation(text: str, operands: int, results: int | None = 1) -> Recipe
     (None: any)."""
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
-        raise ShardingError(
-            "an operation's string is 'operand -> result', with commas between operands\n"
-            f"  fix: write '{text.replace('->', ' ').strip()} -> ...', the result after the arrow"
-        )
+        fix = f"write '{text.replace('->', ' ').strip()} -> ...', the result after the arrow"
+        raise ShardingError(f"an operation's string is 'operand -> result', with commas between operands\n  fix: {fix}")
     parts, after = left.split(","), right.split(",")
     for what, count, takes in (("operand", len(parts), operands), ("result", len(after), results)):
         if takes is not None and count != takes:

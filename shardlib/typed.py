@@ -50,10 +50,8 @@ def _rewritten(function):
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError:
-        raise ShardingError(
-            f"@typed needs the source of {function.__name__}, which Python's own prompt does not keep: define it in a "
-            "file, a notebook or IPython"
-        ) from None
+        what = f"@typed needs the source of {function.__name__}, which Python's own prompt does not keep"
+        raise ShardingError(f"{what}: define it in a file, a notebook or IPython") from None
     # Under an `if`, a function that is indented parses as it stands; to remove the indent would change its strings.
     indented = lines[0][0].isspace()
     tree = ast.parse("if True:\n" * indented + "".join(lines))
@@ -96,10 +94,8 @@ class _Rewrite(ast.NodeTransformer):
         self.generic_visit(node)
         target = ast.unparse(node.target)
         if node.value is None:
-            raise ShardingError(
-                f"'{ast.unparse(node)}' has no value here: annotate {target} where it is assigned\n"
-                f"  at {self.file}:{node.lineno}"
-            )
+            fix = f"annotate {target} where it is assigned\n  at {self.file}:{node.lineno}"
+            raise ShardingError(f"'{ast.unparse(node)}' has no value here: {fix}")
         node.value = self.call(_LOCAL, node, node.value, node.annotation, ast.Constant(target))
         return node
 
@@ -201,10 +197,8 @@ def refuse_unread(functions: set[tuple[str, int]]):
         if node is None or (file, node.lineno) in _read:
             continue
         if any(_says_sharding(annotation) for annotation in _annotations(node)):
-            raise ShardingError(
-                f"nobody reads the annotations of {node.name}: what they say of its arrays is not checked\n"
-                f"  fix: @typed above `def {node.name}`\n  at {file}:{node.lineno}"
-            )
+            what, fix = f"nobody reads the annotations of {node.name}", f"@typed above `def {node.name}`"
+            raise ShardingError(f"{what}\n  fix: {fix}\n  at {file}:{node.lineno}")
 
 
 @functools.cache

@@ -40,9 +40,9 @@ A `lax` collective, `lax.axis_index` | M/d | x * lax.axis_index('d') | over d ou
 an operation that the check does not know | M/d
     | jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     | 'pure_callback': what it does cannot be seen
-transfer that not all devices reach | M | lax.cond(at('d') > 0, hop, lambda x: x, x) | some would wait for ever
+transfer that not all devices reach | M | lax.cond(at('d') > 0, hop, lambda x: x, x) | some devices would wait for ever
 depends on what differs between them, also in a gradient | M | lax.cond(at('d') > 0, pulled, lambda x: x, x)
-    | under a branch that depends on a value that differs along
+    | under a branch that depends on what differs there
 A loss is pending over every axis | M -> M | shardops.grad(lambda w: jnp.sum(w * w))(x) | the loss is the same along d
 a gradient has the type of the table | M, B/d M -> M | shardops.grad(lambda w: squares(y * w[None]))(x)
     | the value is still a sum over d that nobody has taken
@@ -61,8 +61,9 @@ a backward rule has the dual types | M | own_vjp(jnp.sin, lambda r, g: (g + r[0]
 is linear in its tangents | M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x)
     | the rule of a jax.custom_jvp is not linear in its tangents
 They do not depend on what is differentiated | M | by_perturbed(x) | rules with symbolic_zeros
-may not compare the size | M/d | x * (x.shape[0] == 16) | 64/d, compared, divided, counted or looked up here
-may not compare the size of a device's part, look it up | M/d | x * {16: 2.0}[x.shape[0]] | looked up here
+may not compare the size | M/d | x * (x.shape[0] == 16) | 64/d is another number
+may not compare the size of a device's part, look it up | M/d | x * {16: 2.0}[x.shape[0]]
+    | is another number on each mesh
 look it up, loop over it | M/d | sum(x for _ in range(x.shape[0])) | the size of a device's part
 make a NumPy array of it | M/d | x * np.ones(x.shape, np.float32) | fix: jnp.ones(x.shape), not np.ones
 gets no type | M/d | x / x.shape[0] | is said of a number that depends on how many devices there are

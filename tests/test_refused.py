@@ -239,16 +239,18 @@ def kernel(x):
 # H1 to H12 are the classes of holes that an attack on the check found.
 REFUSED = table(r"""
 # A split dim is treated as whole
-B/d M | x - jnp.mean(x, axis=0, keepdims=True) | 'mean' (reduce_sum) reduces a dim that is split over d: each device
-    would take its own part for the whole fix: a split dim is reduced only by an operation with a string
+B/d M | x - jnp.mean(x, axis=0, keepdims=True)
+    | 'mean' (reduce_sum) reduces a dim that is split over d: each device would take its part for the whole fix: a split
+    dim is reduced only by an operation with a string
 B/d M | x - jnp.mean(x.reshape(-1)) | 'mean' (reduce_sum) reduces a dim that is split over d
 B/d M/t | x / jnp.linalg.norm(x, axis=1, keepdims=True) | 'norm' (reduce_sum) reduces a dim that is split over t
 B/d M/t | (lambda y: (y / jnp.sum(y, axis=(1, 2), keepdims=True)).reshape(x.shape))(x.reshape(x.shape[0], -1, 4))
     | 'sum' (reduce_sum) reduces a dim that is split over t
 B/d V/t | jax.nn.softmax(x, axis=-1) | 'softmax' (reduce_max) reduces a dim that is split over t
 B/d V/t | x * jnp.argmax(x, axis=1)[:, None].astype(jnp.float32) | 'argmax' reduces a dim that is split over t
-B/d L | jnp.cumsum(x, axis=0) | 'cumsum' runs along a dim that is split over d: each device would take its own part for
-    the whole fix: all_gather it first
+B/d L | jnp.cumsum(x, axis=0)
+    | 'cumsum' runs along a dim that is split over d: each device would take its part for the whole fix: all_gather it
+    first
 B/d L | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
 B/d V/t | x + lax.top_k(x, 1)[0] | 'top_k' runs along a dim that is split over t
 B L/t | jnp.roll(x, 1, axis=1) | changes the length of a dim that is split over t
@@ -256,8 +258,7 @@ L/d M -> Z/d M | x[::2] | of positions that each device counts from 0 (jnp.arang
     too) fix: shardops.slice('L -> L/t', jnp.arange(L)) are its positions in the whole; for x[::2] write
     x.reshape(-1, 2, ...)[:, 0]
 L/d M -> M | jnp.median(x, axis=0) | 'median' (reduce_or) reduces a dim that is split over d
-B/d M | lax.map(jnp.tanh, x) | fix: all_gather it first, or scan another dim; what plain JAX does row by row jax.vmap
-    maps; an operation takes all rows at once, with the dim in its string
+B/d M | lax.map(jnp.tanh, x) | fix: all_gather it first, scan another dim, or write the dim in an operation's string
 M/d 8, 8 8 -> M/d 8 | jnp.linalg.solve(x.T @ x + y, x.T).T | 'dot_general' contracts a dim that is split over d
 B/d M, i32 B/d -> V M | shardops.psum('V M +d -> V M', jax.ops.segment_sum(x, y, num_segments=80)) | fix: all_gather
     indices and values first; a sum by index is an einsum_unreduced with jax.nn.one_hot(indices, n)
@@ -266,21 +267,22 @@ B L/t | jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] | 'pad' runs along a dim that is sp
 B L/t | jnp.concatenate([x, x], axis=1)[:, :x.shape[1]] | 'concatenate' changes the length of a dim that is split over t
 B L/t | x + jnp.unstack(x, axis=1)[0][:, None]
     | the size of a device's part is asked for as a number, which is another one on each mesh
-V/t M | x + x[jnp.zeros((1,), jnp.int32)] | 'gather' indexes a dim that is split over t: each device would take its own
-    part for the whole fix: all_gather it first; index_unreduced
+V/t M | x + x[jnp.zeros((1,), jnp.int32)]
+    | 'gather' indexes a dim that is split over t: each device would take its part for the whole fix: all_gather it
+    first; index_unreduced
 B/d V/t | x - jnp.take_along_axis(x, jnp.zeros((x.shape[0], 1), jnp.int32), axis=1)
     | 'take_along_axis' (gather) indexes a dim that is split over t
 B/d M | x.at[0].set(1.0) | a dim that is split over d
 B/d M/t | x @ x.T @ x | 'dot_general' contracts a dim that is split over t
-B/d M | jnp.max(x @ x.T, axis=1, keepdims=True) * x | 'dot_general' makes two dims that are split over d: each device
-    has only the parts of its own index fix: all_gather one operand first
+B/d M | jnp.max(x @ x.T, axis=1, keepdims=True) * x
+    | 'dot_general' makes two dims that are split over d fix: all_gather one operand first
 L/d | jnp.max((x[:, None] > x[None]).astype(jnp.float32), axis=1) * x | makes two dims that are split over d
 B L/t | x + jnp.arange(x.shape[1], dtype=jnp.float32)[None] | 'add' of positions that each device counts from 0
 L/t M | lax.scan(lambda c, r: (c + r, c), jnp.zeros(x.shape[1]), x)[1] | a scan over a dim that is split over t
 B L/t | lax.associative_scan(jnp.add, x, axis=1)
     | the size of a device's part is asked for as a number, which is another one on each mesh
 i32 B/d L | x + jnp.zeros(8, jnp.int32).at[x].add(1)[0] | 'add' (scatter-add) writes at indices of a dim that is split
-    over d: each device would take its own part for the whole fix: all_gather indices and values first
+    over d: each device would take its part for the whole fix: all_gather indices and values first
 i32 B/d -> u32 | jax.random.bits(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(x)[0],
     dtype=jnp.uint32) | that is split
 B/d L | x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None]
@@ -315,8 +317,10 @@ M/d | shardops.local('M/d -> M/d', lambda x: jax.jit(lambda x: x / lax.psum(x, '
     | a function that is local to a device sends over d
 # What is local to a device closes over what is not the same everywhere; full of what differs
 M/d, M/d -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x) | mul got incompatible shapes for broadcasting
+B/d M/t, B/d M -> B/d M/t | x + y | incompatible shapes for broadcasting: (16/d, 64/t), (16/d, 64). fix: a dim is split
+    in one and whole in the other: psum_scatter, slice or all_gather first
 M, M/t -> '' | shardops.local('M -> ', lambda x: jnp.sum(x) * jnp.sum(y), x)
-    | takes a value from outside that is not the same everywhere
+    | takes a value from outside that differs between devices
 # H1: Containers of sharded arrays
 B/d M/t -> Pair | Pair((forgotten(x), forgotten(x))) | still a sum over t that nobody has taken
 B/d M/t -> Pair | Pair((shardops.psum('B/d +t -> B/d', forgotten(x)), forgotten(x)))
@@ -349,13 +353,12 @@ d/d M -> d/d | shardops.each('d', lambda y: shardops.sum_unreduced('X M -> ', x)
     | 'X M' says the same along d, but the value differs along d
 d/d M/t | shardops.each('d', lambda y: jnp.exp(shardops.sum_unreduced('M/t -> +t', y)) * y, x)
     | 'exp', which is not linear, of a value that is pending over t
-d/d M/t | shardops.each('d', lambda y: (y[None] + x)[0], x) | a value that is one device's own along d
+d/d M/t | shardops.each('d', lambda y: (y[None] + x)[0], x) | a value whose dim 'd/d' was dropped
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', lax.fori_loop(0, x.shape[0],
     lambda i, c: c * 0.9, x)), 1) | the condition of a while loop depends on how many devices there are, like the size
     of a device's part
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x *
-    jnp.arange(9.0)[jnp.int32(x.shape[0]) % 9]), 1) | depends on how many devices there are, like the size of a split
-    dim
+    jnp.arange(9.0)[jnp.int32(x.shape[0]) % 9]), 1) | depends on how many devices there are
 # H3: Two dims that are split over one axis
 L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape[1])), axis=-1).reshape(-1)
     | 'reshape' makes a minor dim of a dim that is split over d
@@ -374,9 +377,9 @@ M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.sin(t[0])))(x)
 M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] + 1))(x)
     | the rule of a jax.custom_jvp is not linear in its tangents: 'add' of them and one that is not
 M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), x[0]))(x) | is not linear in its tangents
-B/d 8 8 -> B/d | jnp.linalg.det(x) | the forward rule of a jax.custom_jvp has another value than its function: with a
-    gradient and without one the program would compute different numbers fix: let both call one function for the value;
-    call one of JAX's, as jnp.linalg.det, through shardops.local
+B/d 8 8 -> B/d | jnp.linalg.det(x)
+    | the forward rule of a jax.custom_jvp has another value than its function fix: let both call one function for the
+    value; JAX's, as jnp.linalg.det, through shardops.local
 M | lax.custom_linear_solve(lambda v: v * 2, x, lambda _, b: b / 2, lambda _, b: jnp.tanh(b))
     | 'tanh', which is not linear
 M | x * jax.sharding.get_abstract_mesh().shape['d'] | the number as shardops.axis_size('d')
@@ -406,13 +409,12 @@ B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x)) 
 B/d M | x / x.shape[0] | 'f32|'B/d M' is said of a number that depends on how many devices there are
 B/d M -> '' | lax.fori_loop(0, x.shape[0], lambda i, c: c + 1.0, jnp.float32(0))
     | the condition of a while loop depends on how many devices there are, like the size of a device's part
-B/d M | x ** x.shape[0] | 'B/d M' is said of a number that depends on how many devices there are, like the size of a
-    split dim on one of them
+B/d M | x ** x.shape[0] | 'B/d M' is said of a number that depends on how many devices there are
 # H10: A turn of blocks
-L/d M | shardops.ppermute('L/d M -> L/d M', x, 1) | ppermute rolls one dim that counts an axis' devices, as 'd/d' does
+L/d M | shardops.ppermute('L/d M -> L/d M', x, 1) | ppermute rolls one dim that counts an axis' devices, 'd/d'
 # A dim that counts an axis' devices
 d/d M -> M | x[0] | 'M' says the same along d, but the value differs along d
-d/d M, B/d M -> B/d M | x[0][None] * y | its dim 'd/d' was dropped
+d/d M, B/d M -> B/d M | x[0][None] * y | a value whose dim 'd/d' was dropped
 # H11: What depends on how many elements a device has
 B/d M | x - jnp.max(x[:4], axis=0, keepdims=True) | 16/d compared with 4
 B/d M | x[:4] | 16/d compared with 4
@@ -422,7 +424,7 @@ i32 B/d M -> i32 B/d | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None],
     L/t', jnp.arange(L)) are its positions in the whole
 # H12: Annotations that nobody would read
 B/d M | helper(x)
-    | nobody reads the annotations of helper: what they say of its arrays is not checked fix: @typed above `def helper`
+    | nobody reads the annotations of helper fix: @typed above `def helper`
 B/d M/t -> B/d | variadic(shardops.zeros('B/d', f32), forgotten(x)) | argument sums of variadic
 B/d M/t -> B/d | keywords(a=forgotten(x)) | argument sums of keywords
 B/d M/t -> B/d | optional(forgotten(x)) | argument total of optional
@@ -445,14 +447,14 @@ B/d M, N M -> B/d | diagonal(x @ jnp.concatenate([shardops.all_gather('B/d M -> 
 B/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x) | each device would pair them by its own index
 B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | each device would pair them by its own index
 u32 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float32))
-    | makes float32 of a value that is pending over d, uint32: whole numbers may wrap around
+    | makes float32 of a value that is pending over d, uint32: it may wrap or round
 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float4_e2m1fn)
     .astype(jnp.float32)) | makes float4_e2m1fn of a value that is pending over d, float32
 B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0])
     | 'reshape' makes a minor dim of a dim that is made to the size of a device's part
 B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / x.shape[0], y)
-    | a function that is local to a device takes a number that depends on how many devices there are
+    | a local function takes a number that depends on how many devices there are
 i32 B/d -> i32 B/d 2 | lax.scan(lambda k, _: (k, coordinates(x)), 0, None, length=2)[1][0]
     | positions that each device counts from 0
 M/d | shardops.local('M/d -> M/d', own_vjp(lambda x: 2 * x, lambda r, g: (2 * lax.psum(g, 't'),)), x)
@@ -469,26 +471,26 @@ B/d M/t -> bool_ | shardops.any('M/t -> ', shardops.any('B/d M/t -> M/t', x > 0)
 B/d M/t -> bool_ | shardops.any('B/d M -> ', x > 0) | 'B/d M' says M, but that dim is split over t in the value
 M -> i32 | shardops.index('d')[0] | '' says the same along d, but the value differs along d
 B/d M -> i32 t/t | shardops.index('d') | 't/t' says the same along d, but the value differs along d
-B/d M -> P R M | shardops.regroup('B/d M -> P R M', x, P=2) | regroup moves nothing between devices
+B/d M -> P R M | shardops.regroup('B/d M -> P R M', x, P=2) | regroup sends nothing
 B/d M -> P/d R M | check(f32, 'P R/d M', shardops.regroup('B/d M -> P/d R M', x, R=1))
     | 'P R/d M' says P, but that dim is split over d in the value
 B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2) | 'B/d M' says B/d, but that dim is whole in the value
 B/d M/t -> P R/d | shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)
     | is still a sum over t that nobody has taken
 B/d M -> X | shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]
-    | an operand differs along d, the result says it is the same
+    | an operand differs along d, the result does not
 d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | fix: write 'd/d M/t -> d/d M/t'
 # Python that asks for the size of a part
 B/d M -> B/d | x[jnp.arange(x.shape[0]) + x.shape[0], 3] | positions that each device counts from 0
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / jnp.sum(jnp.ones(x.shape)), y)
     | takes a number that depends on how many devices there are
-B/d M | x * functools.reduce(max, (x.shape[0], 4)) | 16/d, compared, divided, counted or looked up
-B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1 | 16/d, compared, divided, counted or looked up
-B/d M | x if x.shape == (4, 64) else 2 * x | 16/d, compared, divided, counted or looked up
-B/d M | x * (x.shape[0] % 3) | 16/d, compared, divided, counted or looked up
-B/d M | x * divmod(x.shape[0], 3)[1] | 16/d, compared, divided, counted or looked up
-B/d M | lax.switch(x.shape[0] % 3, [jnp.sin, jnp.cos, jnp.tan], x) | 16/d, compared, divided, counted or looked up
-B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | 16/d, compared, divided, counted or looked up
+B/d M | x * functools.reduce(max, (x.shape[0], 4)) | 16/d is another number
+B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1 | 16/d is another number
+B/d M | x if x.shape == (4, 64) else 2 * x | 16/d is another number
+B/d M | x * (x.shape[0] % 3) | 16/d is another number
+B/d M | x * divmod(x.shape[0], 3)[1] | 16/d is another number
+B/d M | lax.switch(x.shape[0] % 3, [jnp.sin, jnp.cos, jnp.tan], x) | 16/d is another number
+B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | 16/d is another number
 B/d M | sum(x for _ in range(x.shape[0])) | asked for as a number
 B/d M | x * float(x.shape[0]) | asked for as a number
 B/d M | x * (1.0 / x.shape[0]) | said of a number that depends on how many devices there are
@@ -512,18 +514,19 @@ B/d M | lax.reduce_window(x, 0.0, lax.add, (1, 1), (1, 1), ((0, 0), (x.shape[0],
 B/d M, M M -> M M | jnp.rot90(y, x.shape[0]) | what is computed must not depend on the size of a device's part
 B/d M | lax.pad(x, 0.0, [(0, 0, 0), (x.shape[0], -x.shape[0], 0)]) | 'pad' with padding_config=16/d, which depends
 B/d M | x * (2.0 if x.shape[0] - 4 else 1.0) | is another number on each mesh
-B/d M | x * {16: 1.0, 4: 2.0}.get(x.shape[0], 3.0) | 16/d, compared, divided, counted or looked up
-B/d M | x * (hash(x.shape) % 7) | 16/d, compared, divided, counted or looked up
-B/d M | x * caught(lambda: int(x.shape[0])) | 16/d, compared, divided, counted or looked up
-B/d M | x * caught(lambda: x.shape[0] > 3) | 16/d, compared, divided, counted or looked up
+B/d M | x * {16: 1.0, 4: 2.0}.get(x.shape[0], 3.0) | 16/d is another number
+B/d M | x * (hash(x.shape) % 7) | 16/d is another number
+B/d M | x * caught(lambda: int(x.shape[0])) | 16/d is another number
+B/d M | x * caught(lambda: x.shape[0] > 3) | 16/d is another number
 M | x * caught(lambda: shardops.axis_size('d') > 1) | the number of devices along d is another one on each mesh
 # The number of devices
-B/d M | x * (x.shape[0] ** 2 * shardops.axis_size('d')) | times the number of devices along d depends on how many
-B/d M | x * ((x.shape[0] - 1) * shardops.axis_size('d')) | times the number of devices along d depends on how many
-B/d M, H/d -> B/d M | x * (x.shape[0] * y.shape[0] * shardops.axis_size('d')) | depends on how many there are
-B/d M | x / shardops.axis_size('d') | what is split along d over the number of devices along d is another value on each
-    mesh fix: divide by the whole's size, (x.shape[0] * shardops.axis_size('d'))
-B/d M, M -> M | y / x.shape[0] / shardops.axis_size('d') | what is counted on one device over the number of devices
+B/d M | x * (x.shape[0] ** 2 * shardops.axis_size('d')) | times the number of devices along d is not the whole's size
+B/d M | x * ((x.shape[0] - 1) * shardops.axis_size('d')) | times the number of devices along d is not the whole's size
+B/d M, H/d -> B/d M | x * (x.shape[0] * y.shape[0] * shardops.axis_size('d')) | is not the whole's size
+B/d M | x / shardops.axis_size('d')
+    | what is split along d over the devices along d differs by mesh fix: divide by the whole's size, (x.shape[0] *
+    shardops.axis_size('d'))
+B/d M, M -> M | y / x.shape[0] / shardops.axis_size('d') | what is counted on one device over the devices
 M | lax.fori_loop(0, shardops.axis_size('d'), lambda i, c: c * 2, x) | a plain number is int(shardops.axis_size('d'))
 M | x / shardops.axis_size('d') | the value is still a sum over d that nobody has taken
 M | x ** shardops.axis_size('d') | the number of devices along d is another one on each mesh
@@ -531,9 +534,9 @@ M | x * 2.0 ** shardops.axis_size('d') | the number of devices along d is anothe
 M | jnp.tanh(x) if shardops.axis_size('d') > 2 else x | the number of devices along d is another one on each mesh
 M | sum(x for _ in range(shardops.axis_size('d'))) | the number of devices along d is another one on each mesh
 M | x * jnp.float32(shardops.axis_size('d')) | the number of devices along d|float() argument
-M/d | x * (x.shape[0] * shardops.axis_size('t')) | times the number of devices along t depends on how many there are
+M/d | x * (x.shape[0] * shardops.axis_size('t')) | times the number of devices along t is not the whole's size
 B/d M -> M | shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x) / shardops.axis_size('d'))
-    | what is pending along d over the number of devices along d
+    | what is pending along d over the devices along d
 M | x * lax.axis_size('d') | over d outside of shardops
 M | x * lax.psum(1, 'd') | over d outside of shardops
 # What hides from the walk
@@ -547,7 +550,7 @@ M -> M | (lambda y: shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> 
     x[None])) | 'd/d M' says d/d, but that dim is whole in the value
 # What is the same everywhere, cut or padded to the size of a device's part
 B/d M, B M -> M | jnp.sum(y[:x.shape[0]], axis=0)
-    | makes a dim of the size of a device's part, 16/d, alike on each device
+    | makes a dim of the size of a device's part, 16/d, alike on each
 B L/t M, L M -> B L/t M | x + jnp.mean(y[:x.shape[1]], axis=0)[None, None]
     | makes a dim of the size of a device's part
 B/d M, B M -> B M | y.at[:x.shape[0]].set(0.0) | made to the size of a device's part
@@ -586,7 +589,7 @@ B/d M/t, M -> M | shardops.psum('M +d +t -> M', shardops.grad(lambda w: inject(w
     +d +t', x))(y)) | 'add' of a value that is pending over d and one that is not
 # Transfers that not all devices reach
 d/d M, M -> d/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * pulled(y)[None], lambda: x)
-    | all devices along d take part in this transfer, which is under a branch that depends on a value
+    | a transfer over d under a branch that depends on what differs there
 # Options that round each term of a sum
 M/d F/t, F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M +t', shardops.einsum_unreduced('M/d F/t,
     F/t -> M/d +t', x, y), dtype=jnp.int32)).astype(jnp.float32)
@@ -598,7 +601,7 @@ i32 B/d M -> '' | shardops.psum('+d -> ', shardops.einsum_unreduced('M +d, M -> 
     | each term of a sum, int32, would be rounded to float32
 i32 B/d M -> '' | shardops.psum('+d -> ', jnp.dot(owed_over_d(x), jnp.ones(64, jnp.int32),
     preferred_element_type=jnp.float32))
-    | 'dot_general' makes float32 of a value that is pending over d, int32: whole numbers may wrap around
+    | 'dot_general' makes float32 of a value that is pending over d, int32: it may wrap or round
 i32 B/d M -> i32 | shardops.psum('+d -> ', shardops.sum_unreduced('M +d -> +d', bytes_over_d(x)))
     | each term of a sum, int8, would be rounded to int32, or wrap: reduce first
 i32 B/d M -> i32 M | shardops.psum('M +d -> M', jnp.dot(bytes_over_d(x), jnp.eye(64, dtype=jnp.int8),
@@ -619,9 +622,9 @@ M | jax.scipy.sparse.linalg.cg(lambda v: v * 2, x, maxiter=2)[0]
     | in the backward pass of a linear solve, 'dot_general' of two values that are both pending over d
 # A function that is local to a device and asks for the mesh; a roll that differs
 M | shardops.local('M -> M', lambda v: v * shardops.index('d')[0].astype(jnp.float32), x)
-    | a function that is local to a device asks for the number of devices along d, or the index there
+    | a function that is local to a device asks for the devices along d, or its index there
 M | shardops.local('M -> M', lambda v: v * shardops.axis_size('d'), x)
-    | a function that is local to a device asks for the number of devices along d, or the index there
+    | a function that is local to a device asks for the devices along d, or its index there
 M | shardops.local('M -> M', lambda v: shardops.slice('M -> M/t', v), x)
     | an operation with a string in a function that is local to a device: call it outside
 # Arguments of operations that would mean something else, or nothing
@@ -652,26 +655,26 @@ M -> '' | lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (1.0, at('d', jnp.float
 M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > 1, lambda e: e * at('d', jnp.float32), lambda e: e, c), x)
     | 'M' says the same along d, but the value differs along d
 M | lax.while_loop(lambda c: c[0] < at('d'), lambda c: (c[0] + 1, hop(c[1])), (0, x))[1]
-    | all devices along d take part in this transfer, which is under a branch that depends on a value
+    | a transfer over d under a branch that depends on what differs there
 M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > at('d'), hop, lambda e: e, c), x)
-    | all devices along d take part in this transfer, which is under a branch that depends on a value
+    | a transfer over d under a branch that depends on what differs there
 M | lax.while_loop(lambda c: c[1] > 0.5, lambda c: (hop(c[0]), c[1] * 0.5 * at('d', jnp.float32)), (x, 8.0))[0]
-    | all devices along d take part in this transfer, which is under a branch that depends on a value
+    | a transfer over d under a branch that depends on what differs there
 t/t M | lax.cond(at('d') > 0, lambda e: shardops.ppermute('t/t M -> t/t M', e, 1), lambda e: e, x)
-    | all devices along d take part in this transfer, which is under a branch that depends on a value
+    | a transfer over d under a branch that depends on what differs there
 d/d t/t M, d/d -> d/d t/t M | shardops.each('d', lambda e, k: lax.cond(k > 0, lambda e: shardops.ppermute(
     't/t M -> t/t M', e, 1), lambda e: e, e), x, y)
-    | all devices along d take part in this transfer, which is under a branch
+    | a transfer over d under a branch
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.cond(at('t') > 0, lambda u: u, lambda u: 2 * u, forgotten(x)))
-    | a result that is pending over t under a branch that depends on a value that is split over it
+    | a result pending over t under a branch that depends on a value split over it
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.fori_loop(0, at('t'), lambda i, c: 2 * c, forgotten(x)))
-    | a result that is pending over t under a branch that depends on a value that is split over it
+    | a result pending over t under a branch that depends on a value split over it
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', jnp.where(at('t') > 0, forgotten(x), -forgotten(x)))
-    | 'where' (select_n) of a value that is pending over t and one that is split over t
+    | 'where' (select_n) of a value pending over t and one split over it
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', forgotten(x) * at('t', jnp.float32))
-    | 'mul' of a value that is pending over t and one that is split over t
+    | 'mul' of a value pending over t and one split over it
 B/d M/t -> B/d | lax.scan(lambda c, _: (shardops.psum('B/d +t -> B/d', c), None), forgotten(x), None, length=2)[0]
-    | a carry or a branch is pending over t on one path and not on the other
+    | a carry or a branch is pending over t on one path alone
 # Keys, rows and places that differ from device to device
 M | x + lax.rng_uniform(0.0, 1.0, x.shape) | 'rng_uniform' draws other numbers on each device
 i32 B/d -> B/d | jax.vmap(lambda n: jax.random.uniform(jax.random.key(n, impl='rbg')))(x)
@@ -768,10 +771,10 @@ M, B/d M -> M | reduced(lambda w: squares(y * w[None]) + jnp.sum(w), x)
 M, B/d M -> M | reduced(lambda w: squares(y * w[None]) ** 2, x)
     | 'power' (integer_pow), which is not linear, of a value that is pending over d
 M, B/d M -> M | reduced(lambda w: squares(y * w[None]) * at('d', jnp.float32), x)
-    | 'mul' of a value that is pending over d and one that is split over d
+    | 'mul' of a value pending over d and one split over it
 M, B/d M -> M | reduced(lambda w: shardops.sum_unreduced('B/d M -> +d', y * w[None]), x) | the loss is the same along t
-M, B/d M -> M | reduced(lambda w: shardops.psum('+d +t -> +t', squares(y * w[None])), x) | the loss is the same along d:
-    what is differentiated is the sum over all devices, so it would count once for each device along d
+M, B/d M -> M | reduced(lambda w: shardops.psum('+d +t -> +t', squares(y * w[None])), x)
+    | the loss is the same along d: it would count once for each device along d
 M, B/d M -> M | reduced(lambda w: shardops.psum('+d +t -> ', squares(y * w[None])), x) | before any psum
 M, B/d M -> M | reduced(lambda w: squares(y * w[None])[None], x) | a scalar of a float type, it is float32[1]
 M, B/d M -> M | reduced(lambda w: jnp.float32(1), x) | the loss is the same along d
@@ -780,7 +783,7 @@ M, B/d M -> M | reduced(lambda w: jnp.float32(1), x) | the loss is the same alon
 M, B/d M -> M | reduced(lambda w: lax.scan(lambda c, s: (c * s + 1.0, None), squares(y * w[None]), jnp.arange(3.0))[0],
     x) | 'add' of a value that is pending over d and one that is not
 M, B/d M -> M | lax.cond(at('d') > 0, lambda: reduced(lambda w: squares(y * w[None]), x), lambda: x)
-    | all devices along d take part in this transfer, which is under a branch that depends on a value
+    | a transfer over d under a branch that depends on what differs there
 M, B/d M -> '' | shardops.grad(lambda w: (squares(y * w[None]), squares(y)), has_aux=True)(x)[1]
     | '' says the same along d, but the value is still a sum over d that nobody has taken
 M, B/d M -> M | shardops.grad(lambda w: (squares(y * w[None]), w * at('d', jnp.float32)), has_aux=True)(x)[1]
@@ -792,7 +795,7 @@ M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squ
 M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) ** 2, x)
     | 'power' (integer_pow), which is not linear, of a value that is pending over d
 M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) * at('d',
-    jnp.float32), x) | 'mul' of a value that is pending over d and one that is split over d
+    jnp.float32), x) | 'mul' of a value pending over d and one split over it
 M, B/d M -> M | shardops.vjp(lambda w: jnp.tanh(w[None] * y), x)[1](y)[0]
     | the cotangent of result 0 is the same along t, but must be pending.*in shardops.vjp
 B/d M, B/d M | shardops.vjp(jnp.tanh, x)[1](jnp.ones((16, 64)))[0]
@@ -816,7 +819,7 @@ M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (r[0], g * r[
 M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (jnp.max(g * r[1], axis=0), g * r[0][None]))(x, y)
     | 'reduce_max' reduces a dim that is split over d
 M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * at('d', jnp.float32)))(x)
-    | 'mul' of a value that is pending over d and one that is split over d
+    | 'mul' of a value pending over d and one split over it
 # Operands that lose a dim of a part's size, that have no elements, or are no numbers that XLA sends
 B/d M, C M -> C M | lax.linalg.householder_product(y, jnp.ones(x.shape[0]))
     | 'householder_product' runs along a dim that is made to the size of a device's part
@@ -846,7 +849,7 @@ d/d t/t M -> t/t d/d M | jnp.stack([x, x])[0] | 't/t d/d M' says t/t, but that d
 d/d M, M 1 -> 1 d/d | x @ y | '1 d/d' says 1, but that dim is split over d in the value
 # Whole numbers that wrap around
 i32 B/d -> '' | shardops.psum('+d +t -> ', shardops.sum_unreduced('B/d -> +d', x) / shardops.axis_size('t'))
-    | int32, pending over d, over a number of devices: whole numbers may wrap around
+    | int32, pending over d, over a number of devices: it may wrap around
 # What JAX runs on one device alone, and what it does not run
 B/d M | (jax.debug.print('{}', 1, ordered=True), x)[1] | 'debug_print' with ordered=True runs on one device alone
 B/d M | lax.cond(jnp.float32(3) > 2, lambda x: (jax.debug.callback(print, 1, ordered=True), x)[1], lambda x: x, x)
@@ -856,7 +859,7 @@ B/d M | shardops.local('B/d M -> B/d M', lambda x: (jax.debug.print('{}', x, ord
 M, B/d M -> M | put_aside(x, y) | a value is used outside of the differentiated function that made it fix: return it too
 M, B/d M -> M | 2 * put_aside(x, y) | a value is used outside of the differentiated function that made it
 M/d, M -> M | shardops.local('M -> M', functools.partial(lambda o, v: v * o.sum(), x), y)
-    | a function that is local to a device takes a value from outside that is not the same everywhere
+    | a function that is local to a device takes a value from outside that differs between devices
 """)
 
 
@@ -867,8 +870,9 @@ jax.nn.relu(u) | 'relu' \(max\), which is not linear
 u ** 2 | 'power' \(integer_pow\), which is not linear
 u * u | 'mul' of two values that are both pending over t
 u @ u.T @ u | 'dot_general' of two values that are both pending over t
-u + jnp.ones_like(u) | 'add' of a value that is pending over t and one that is not: each device would add it again fix:
-    reduce the pending one first
+u + jnp.ones_like(u)
+    | 'add' of a value that is pending over t and one that is not: each device would add it again fix: reduce the
+    pending one first
 u + 1 | 'add' of a value that is pending over t and one that is not
 u - jnp.max(u, axis=1, keepdims=True) | 'max' \(reduce_max\), which is not linear
 u * jnp.argmax(u, axis=1, keepdims=True).astype(jnp.float32) | 'argmax', which is not linear
@@ -885,7 +889,7 @@ jnp.concatenate([u[:, :3], jnp.ones_like(u[:, 3:])], axis=1)
 jnp.stack([u, jnp.ones_like(u)])[0] | 'stack' of a value that is pending over t and one that is not
 lax.scan(lambda c, _: (c + u, None), jnp.ones_like(u), None, length=3)[0] | 'add' of a value that is pending
 lax.scan(lambda c, _: (u, None), jnp.ones_like(u), None, length=3)[0]
-    | a carry or a branch is pending over t on one path and not on the other fix: start the carry with shardops.zeros
+    | a carry or a branch is pending over t on one path alone fix: start the carry with shardops.zeros
 lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: jnp.ones_like(v), u)
     | a carry or a branch is pending over t on one path
 lax.cond(jnp.all(u > 2), lambda v: v, lambda v: v, u) | 'gt', which is not linear
@@ -915,7 +919,7 @@ lax.dynamic_update_slice(u, jnp.ones_like(u[:, :3]), (0, 0))
     | 'dynamic_update_slice' of a value that is pending over t and one that is not
 lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c) + u, u) | 'tanh', which is not linear
 lax.fori_loop(0, 2, lambda i, c: (c[1], c[0]), (u, jnp.ones_like(u)))[0]
-    | a carry or a branch is pending over t on one path and not on the other
+    | a carry or a branch is pending over t on one path alone
 shardops.psum('B/d M +t -> B/d M', u) | 'B/d M .t' says pending along t, but the value is already the same along t
 shardops.local('B/d M -> B/d M', lambda v: v, u)
     | 'B/d M' says the same along t, but the value is still a sum over t that nobody has taken""")
@@ -1032,7 +1036,7 @@ def test_annotations_without_a_value():
 
 def test_leading_dims_that_a_field_cannot_have():
     """Array['...', cls] takes dims alone, and no axis that a field has already."""
-    with pytest.raises(ShardingError, match=r"Array\['layers \+d', \.\.\.\] adds dims to each field"):
+    with pytest.raises(ShardingError, match=r"Array\['layers \+d', \.\.\.\] adds dims to fields"):
         Array['layers +d', Inner]
     with pytest.raises(ShardingError, match=r"'layers/d B/d' uses mesh axis d twice"):
         Array['layers/d', Inner]

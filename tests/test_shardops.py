@@ -246,7 +246,7 @@ M/d/t | shardops.all_gather('Z/t/d -> Z', x)
     | 'Z/t/d' says Z/t/d, but that dim is split over d/t in the value: write Z/d/t
 M/t/d | shardops.all_gather('M/t/d -> M/d', x) | M/t/d and M/d: all_gather changes a dim's last axes only
 M | shardops.pending('M -> M +t +d', x)
-    | pending axes are written in the order of the mesh's axes (d, t): write 'M +d +t', not 'M +t +d'
+    | pending axes are in the mesh's order (d, t): write 'M +d +t', not 'M +t +d'
 M | shardops.all_gather('Z/d -> Z', x)
     | 'Z/d' says Z/d, but that dim is whole in the value: write Z (slice makes Z/d of it)
 B/d F/t | shardops.psum_scatter('B/d F/t -> B/d F/t', x)
@@ -271,8 +271,7 @@ B/d M/t | shardops.all_to_all('B/d M/t -> B/d M', x)
     | all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M': not 'B/d M/t -> B/d M'
 B/d M/t | shardops.all_to_all('B/d M/t -> B/t M/d', x) | B/d and B/t: all_to_all changes a dim's last axes only
 B/d M/t | shardops.ppermute('B/d M/t -> B/d M/t', x, 1)
-    | ppermute rolls one dim that counts an axis' devices, as 'd/d' does: of a longer dim it would move blocks, of
-      another size on each mesh fix: shardops.regroup('L/d -> d/d l', x) makes such a dim
+    | ppermute rolls one dim that counts an axis' devices, 'd/d' fix: shardops.regroup('L/d -> d/d l', x) makes one
 M | shardops.ppermute('M -> M', x, 1) | ppermute rolls one dim that counts an axis' devices
 M/d | shardops.ppermute('M/d -> M', x, 1) | the result is 'M/d', not 'M' fix: write 'M/d -> M/d'
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M', x, y)
@@ -285,9 +284,9 @@ B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B/d Z +t', x, y) |
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d B, M F/t -> B/d M', x, y) | dim B stands twice in 'B/d B'
 F, M F | shardops.einsum_unreduced('F, M F -> M M', x, y) | dim M stands twice in 'M M'
 B/d M, M F/d | shardops.einsum_unreduced('B/d M, M F/d -> B/d F', x, y)
-    | two dims are split over d, B/d and F/d: each device has only the parts of its own index, gather one of them first
+    | two dims are split over d, B/d and F/d: gather one of them first
 B, B/t | shardops.einsum_unreduced('B +t, M/t -> B M/t', x, y)
-    | 'B +t' is pending over t, and 'M/t' is not the same along it: reduce it first
+    | 'B +t' is pending over t, 'M/t' not the same along it: reduce it first
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t -> B/d', x, y) | the string has 1 operand, the operation takes 2
 B/d M/t | shardops.sum_unreduced('B/d M/t -> B/d', x) | the result is 'B/d +t', not 'B/d' fix: write 'B/d M/t -> B/d +t'
 B/d M/t | shardops.sum_unreduced('B/d M/t -> B/d M/t', x) | the result lacks no dim: the sum over what?
@@ -297,26 +296,25 @@ M/d | shardops.sum_unreduced('... -> +d +t', x)
     | the result is '+d', not '+d +t': '...' lies as '_/d' fix: write '... -> +d'
 B/d M/t | shardops.sum_unreduced('B/d ... -> B/d +t', x) | '...' stands for all dims, and all are summed: '... -> +d +t'
 V/t M, i32 B/d L | shardops.index_unreduced('V/t M, B/d L -> B/d L M +t', x, y)
-    | the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'
+    | the table's indexed dim alone stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'
 V/t M, i32 B/d L | shardops.index_unreduced('[V/t] M, B/d L -> B/d L M', x, y)
     | the result is 'B/d L M +t', not 'B/d L M' fix: write '[V/t] M, B/d L -> B/d L M +t'
 V/t M, i32 B/d L | shardops.index_unreduced('[V/t] M +d, B L -> B L M +t', x, y)
     | a pending table or index: reduce it first
 V/d M, i32 B/d L | shardops.index_unreduced('[V/d] M, B/d L -> B/d L M', x, y)
-    | table and indices are both split over d: a device looks up only its own indices in its own rows, gather one of
-      them first
+    | table and indices are both split over d: gather one of them first
 V/t L, i32 B/d L | shardops.index_unreduced('[V/t] L, B/d L -> B/d L +t', x, y)
-    | table and indices share L: either all dims but the indexed one are the indices' dims, or none
+    | table and indices share L: all dims but the indexed one are the indices', or none
 B/d M/t | shardops.slice('B/d M/t -> B/d M/t', x) | slice splits dims, as in 'M -> M/t': not 'B/d M/t -> B/d M/t'
 M/t | shardops.slice('M/t -> M/d/t', x) | M/t and M/d/t: slice changes a dim's last axes only
 M | shardops.pending('M -> M', x) | pending makes one term of a sum, as in 'M -> M +t': not 'M -> M'
 M | shardops.pending('M -> M/t +d', x)
     | pending makes one term of a sum, as in 'M -> M +t': not 'M -> M/t +d' fix: write 'M -> M +d'
 B/d M/t | shardops.local('B/d M/t -> B/d', lambda x: x[:, 0], x)
-    | an operand differs along t, the result says it is the same: nothing is sent inside a local function
+    | an operand differs along t, the result does not: a local function sends nothing
 M | shardops.local('M -> M/t', lambda x: x, x)
-    | the operands are the same along t, and so is the result: a local function does not know which device it runs on
-M | shardops.local('M -> M +t', lambda x: x, x) | the operands are the same along t
+    | operands and result are the same along t: a local function knows no index
+M | shardops.local('M -> M +t', lambda x: x, x) | operands and result are the same along t
 M | shardops.local('M +t -> M', lambda x: x, x) | an operand is pending over t and the result is not: reduce it first
 M, F/t | shardops.local('M +t, F/t -> M +t', lambda x, y: x, x, y)
     | an operand is pending over t and another is split over it: reduce it first
@@ -328,7 +326,7 @@ B/d M/t | shardops.all_gather('B/d M/x -> B/d M', x) | 'B/d M/x' names mesh axis
 B/d M/t | shardops.all_gather('M/t -> M', x) | 'M/t' has 1 dims, the value has 2
 B/d M/t | shardops.all_gather('B/d B/t -> B/d B', x) | dim B/t of 'B/d B/t' is 64, but B is 16 in
 B/d M/t | shardops.zeros('Z', f32)
-    | the size of Z is not known here: no operand and no annotation of this scope has it fix: where the operation makes
+    | no operand and no annotation here has the size of Z fix: where the operation makes
       Z (zeros, local, regroup), say Z=...
 B/d M/t | shardops.zeros('Z/d', f32, Z=6) | dim Z has size 6, which axis d=4 cannot divide
 B/d M/t | shardops.regroup('B/d M/t -> M/t B/d', x)
@@ -338,7 +336,7 @@ B/d M/t | shardops.regroup('B/d M/t -> B/d M/t', x)
 B/d M/t | shardops.regroup('B/d M/t -> B/d 2 Z +t', x)
     | the result is 'B/d 2 Z', not 'B/d 2 Z +t' fix: write 'B/d M/t -> B/d 2 Z'
 B/d M/t | shardops.regroup('B/d M/t -> B/d P Z', x)
-    | M/t and P Z are split over different axes (t): regroup moves nothing between devices
+    | M/t and P Z are split over different axes (t): regroup sends nothing
 B/d M/t | shardops.regroup('B/d M/t -> B/d P Z/t', x) | say all sizes of P Z/t but one, as in P=...
 B/d M/t | shardops.regroup('B/d M/t -> B/d 5 Z/t', x) | M/t to 5 Z/t: a device's 32 elements are not a multiple of 5
 B/d M/t | shardops.regroup('B/d M/t -> B/d P Z/t', x, P=4, Z=32) | M/t to P Z/t: a device's 32 elements are not 64
@@ -349,7 +347,7 @@ B/d M/t | shardops.any('B/d M/t -> B', x) | the result is 'B/d', not 'B' fix: wr
 B/d M/t | shardops.local('B/d M/t -> B/d M/t, B/d M/t', lambda x: x, x)
     | the string has 2 results, the function returned
 B/d M/t | shardops.local('B/d M/t -> B/d Z', lambda x: x[:, :3], x)
-    | the result says it is the same: nothing is sent inside a local function
+    | the result does not: a local function sends nothing
 B/d M/t | shardops.axis_size('x') | 'x': the mesh d=4 × t=2 has no such axis here
 N | shardops.slice('N -> N/d', x) | dim N has size 3, which axis d=4 cannot divide
 N M/d | shardops.psum_scatter('N +d -> N/d', shardops.sum_unreduced('N M/d -> N +d', x))
@@ -387,10 +385,9 @@ def test_outside_of_shard_map():
     """An operation outside of shard_map says where to call it."""
     with pytest.raises(ShardingError) as caught:
         shardops.psum('M +t -> M', jnp.ones(3))
-    assert (
-        "called outside of shard_map: there are no mesh axes here\n"
-        "  fix: call it inside a function under typed_shard_map\n  at "
-    ) in str(caught.value)
+    assert ("called outside of shard_map\n  fix: call it inside a function under typed_shard_map\n  at ") in str(
+        caught.value
+    )
     with pytest.raises(ShardingError, match=r"called outside of shard_map"):
         shardops.zeros('M', f32, M=3)
 

@@ -37,9 +37,10 @@ def test_valid_types(text, dims, pending):
 
 # What is evaluated with a spec's functions; what is said.
 INVALID = table(r"""
-parse('B/') | cannot read 'B/' in 'B/': a dim is a name or an integer, then /axis for each axis it is split over, as in
-    'B/d L 2 M/d/t'; pending axes come last, as in '+t'
-parse('/d') | cannot read '/d' in '/d': a dim is a name or an integer
+parse('B/')
+    | cannot read 'B/' in 'B/': a dim is a name or a number, then /axis for each axis it is split over: 'B/d L 2 M/d/t
+    +t'
+parse('/d') | cannot read '/d' in '/d': a dim is a name or a number
 parse('B//d') | cannot read 'B//d' in 'B//d'
 parse('B,L') | cannot read 'B,L' in 'B,L'
 parse('B+t') | cannot read 'B+t' in 'B+t'
@@ -53,10 +54,10 @@ parse('B/d/d') | 'B/d/d' uses mesh axis d twice
 parse('B/d +d') | 'B/d +d' uses mesh axis d twice
 parse('+d +d') | '+d +d' uses mesh axis d twice
 parse('B +t +d').require_mesh_order(MESH)
-    | pending axes are written in the order of the mesh's axes (d, t): write 'B +d +t', not 'B +t +d'
+    | pending axes are in the mesh's order (d, t): write 'B +d +t', not 'B +t +d'
 parse('M/x').require_mesh_order(MESH) | 'M/x' names mesh axis x, but the mesh has d, t
 parse('M +x').require_mesh_order(MESH) | 'M +x' names mesh axis x, but the mesh has d, t
-parse('B +t').partition_spec | 'B +t' is pending over t: a pending value has no meaning outside of shard_map
+parse('B +t').partition_spec | 'B +t' is pending over t, which has no meaning outside of shard_map
 parse_operation('M/d', 1) | an operation's string is 'operand -> result', with commas between operands
 parse_operation('M/d -> M -> M', 1) | an operation's string is 'operand -> result'
 parse_operation('M/d -> M, M', 1) | the string has 2 results, the operation takes 1
@@ -116,7 +117,7 @@ def test_the_devices_of_a_group():
     """A part's size times the number of devices along a group is the whole's, where the dim is split over all of it."""
     assert prove(program("B/b -> ''", MEAN), SIX) > 3
     text = refused(program("B/d -> B/d", "x * (x.shape[0] * shardops.axis_size('b'))"), SIX)
-    assert says("times the number of devices along r, d, e depends on how many there are", text)
+    assert says("times the number of devices along r, d, e is not the whole's size", text)
     assert says("'b': .* has no such axis", refused(program("B/b -> B/b", "x * shardops.index('b')[0]"), SIX))
 
 

@@ -584,7 +584,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
         (["lora.rank=2", "training.optimizer=muon"], "training.optimizer = muon: it is for the matrices of layers; of"),
         (["training.dropout=0.1", "model.attention=blockwise"],
-         "model.attention = blockwise: its kernel holds no probabilities"),
+         "model.attention = blockwise has no probabilities"),
         (["training.decay_from=2"], "training.decay_from = 2: schedule cosine falls from the warmup on"),
         (["training.batch_doubles_at=[1,2]", "training.microbatches=2"],
          "training.batch_doubles_at = [1, 2]: training.microbatches = 2 is halved for each of these steps"),

@@ -146,10 +146,9 @@ def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
             difference = _difference(*pair)
             if difference > tolerance:
                 by = f", a relative difference of {difference:.2g}" if math.isfinite(difference) else ""
-                raise RunError(
-                    f"step {step}, {name}: {pair[0]!r} in {one.name}, {pair[1]!r} in {other.name}{by}; expected "
-                    + (f"{tolerance:g} at most" if tolerance else "equality")
-                )
+                limit = f"{tolerance:g} at most" if tolerance else "equality"
+                text = f"{pair[0]!r} in {one.name}, {pair[1]!r} in {other.name}{by}"
+                raise RunError(f"step {step}, {name}: {text}; expected {limit}")
             count, largest = count + 1, max(largest, difference)
     if not count:
         raise RunError(f"{one.name} and {other.name} have no value in common to compare")

@@ -76,9 +76,8 @@ def prompts_of(config: Generate) -> list[Any]:
             try:
                 prompt = json.loads(line)[config.prompt_field]
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise RunError(
-                    f"{config.input}, line {number}: expected an object with the field {config.prompt_field}: {error}"
-                ) from None
+                where = f"{config.input}, line {number}"
+                raise RunError(f"{where}: expected an object with the field {config.prompt_field}: {error}") from None
         if not isinstance(prompt, (str, list)):
             raise RunError(f"{config.input}, line {number}: {config.prompt_field} is no text and no list of messages")
         prompts.append([{"role": "user", "content": prompt}] if config.chat and isinstance(prompt, str) else prompt)

@@ -74,10 +74,8 @@ def machine_of(config: Any) -> hardware.Hardware:
             return hardware.Hardware(**figures, source=f"own_hardware {described.name}")
     machine = hardware.named(config.hardware)
     if machine is None:
-        raise RunError(
-            f"{config.origins.of('hardware')}: hardware = {config.hardware}: expected one of "
-            f"{', '.join(hardware.NAMES)}; or give own_hardware=[{{name: {config.hardware}, peak_flops_per_s: ...}}]"
-        )
+        names, own = ", ".join(hardware.NAMES), f"own_hardware=[{{name: {config.hardware}, peak_flops_per_s: ...}}]"
+        raise RunError(f"{config.origins.of('hardware')}: hardware = {config.hardware}: expected {names}; or {own}")
     return machine
 
 

@@ -147,9 +147,7 @@ def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: 
     """
     source = open_weights(path, pool)
     if source.family is None:
-        raise RunError(
-            f"{path} is of a model that models/ does not compute: write a family for it (docs/recipes/family.md)"
-        )
+        raise RunError(f"{path}: models/ does not compute this model: write a family for it (docs/recipes/family.md)")
     act.dtype = stored.dtype = compute_dtype or source.model.compute_dtype
     model = replace(source.model, compute_dtype=act.dtype)
     shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))

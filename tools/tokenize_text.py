@@ -272,10 +272,8 @@ def tokenized(
     try:
         yield in_order()
     except BrokenProcessPool as error:
-        raise RunError(
-            "a tokenizing process died, perhaps of too little memory: the same command continues; try fewer "
-            "processes=..."
-        ) from error
+        why = "perhaps of too little memory: run it again, which continues, with fewer processes=..."
+        raise RunError(f"a tokenizing process died, {why}") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -298,15 +296,11 @@ def find_all(config: TokenizeText) -> list[File]:
     held_out = find_files(config.validation) if config.validation else []
     files = [dataclasses.replace(file, split=rest) for file in find_files(config.input) if file not in held_out]
     if not files:
-        raise RunError(
-            f"validation={config.validation} names all files of input={config.input}, so nothing is left to train on"
-        )
+        raise RunError(f"validation={config.validation} names all of input={config.input}: nothing is left to train on")
     files += [dataclasses.replace(file, split="validation") for file in held_out]
     for file in files:
         if file.kind == "text" and config.format != "text":
-            raise RunError(
-                f"{file.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
-            )
+            raise RunError(f"{file.name} is plain text, but format={config.format} needs records: .jsonl or .parquet")
         if file.kind == "text" and config.end and not config.separator:
             raise RunError(f"{file.name} is cut by size, not where a document ends: end={config.end} needs a separator")
     return files

@@ -178,9 +178,7 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
         bodies = [count(body, mesh_axes) for body in op.blocks]
         if op.name == "while" and any(body.sites or body.products for body in bodies):
             what = "collective" if any(body.sites for body in bodies) else "matrix product"
-            raise ValueError(
-                f"a {what} in the while loop at {op.line}: how often it will run is not known\n  fix: write lax.scan"
-            )
+            raise ValueError(f"a {what} in the while loop at {op.line}, whose length is not known: write lax.scan")
         if op.name == "cond":
             any_branch([body.sites for body in bodies], op.line)
             bodies = [max(bodies, key=Costs.flops)]
@@ -206,9 +204,7 @@ def _count_collective(op: Operation, axes: dict[str, int], costs: Costs) -> None
         for value in op.inputs:
             costs.sites[Collective(KINDS[op.name], over, value.dtype, value.bytes, op.phase, op.line), 1] += 1
     elif over and op.name not in SEND_NOTHING:
-        raise ValueError(
-            f"'{op.name}' over {', '.join(over)} at {op.line}: ledger/count/costs.py does not know what it sends"
-        )
+        raise ValueError(f"'{op.name}' over {', '.join(over)} at {op.line}: what it sends is not known")
 
 
 def times_of(sites: Sites) -> Table:

@@ -221,10 +221,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         names = [config_path, read.header.get("package"), *read.config]
         names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
         if not self.is_trusted and any("hydra" in re.split(r"\W", str(name)) for name in names):
-            raise RunError(
-                f"{from_here(file)}: `hydra` is refused in a yaml, since hydra's own settings "
-                f"can run code: delete it, or add {TRUST} to the command line if you trust the file"
-            )
+            raise RunError(f"{from_here(file)}: `hydra` in a yaml can run code: delete it, or trust it with {TRUST}")
         return read
 
 

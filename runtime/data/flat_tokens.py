@@ -94,10 +94,7 @@ class Split:
         if tokens.size and int(tokens.max()) >> 1 > self.max_token_id:
             row, place = np.argwhere(tokens >> np.uint32(1) > self.max_token_id)[0]
             what = f"the token id {tokens[row, place] >> 1} at {starts[row] + place}"
-            raise RunError(
-                f"encoded_tokens of {self.where} holds {what}, which is larger than its max_token_id "
-                f"{self.max_token_id}: a chunk or the writer was wrong; write or copy the data set again"
-            )
+            raise RunError(f"encoded_tokens of {self.where} has {what}, over max_token_id {self.max_token_id}: {AGAIN}")
         if self.weight is None:
             np.less(np.arange(tokens.shape[1]), (stops - starts)[:, None], out=weight)
             return
@@ -153,9 +150,7 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
         raise RunError(f"{targets} of {where} has {stored.shape[0]} entries, expected one a token, {token_count}")
     row_length, read_length = (_attribute(group, where, name, 0) for name in ("row_length", "read_length"))
     if row_length and token_count % (row := row_length + read_length):
-        raise RunError(
-            f"{where} has {token_count} tokens, expected whole rows of {row} as its row_length says: {AGAIN}"
-        )
+        raise RunError(f"{where} has {token_count} tokens, expected rows of row_length = {row}: {AGAIN}")
     max_token_id, bos_id = _attribute(group, where, "max_token_id", None), _attribute(group, where, "bos_id", 0)
     what, count = f"seq_starts of {where}", seq_starts.shape[0]
     ends = [int(read(seq_starts, at, at + 1, what)[0]) for at in ((0, count - 1) if count else ())]

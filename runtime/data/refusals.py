@@ -16,10 +16,7 @@ def check_rows(split: Split, length: int, read_length: int, is_packed: bool, bat
     where = split.where
     if bool(read_length) != bool(split.read_length):
         pairs, encoder = "pairs" if split.read_length else "no pairs", "an" if read_length else "no"
-        raise RunError(
-            f"{where} holds {pairs}, of what an encoder reads and what is written, and this program has {encoder} "
-            "encoder"
-        )
+        raise RunError(f"{where} holds {pairs} of what is read and what is written: this program has {encoder} encoder")
     is_other = (split.row_length, split.read_length) != (length, read_length)
     if split.row_length and (is_other or not is_packed):
         keys = f"training.tokens.len={split.row_length}"

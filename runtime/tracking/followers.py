@@ -35,10 +35,7 @@ class Followers:
         names = config.tracking.to
         if missing := [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]:
             packages = " ".join(PACKAGES[name][1] for name in missing)
-            raise RunError(
-                f"tracking.to: {' and '.join(missing)} cannot be used, since the package is not installed: pip install "
-                f"{packages} (all: pip install -r requirements-trackers.txt), or leave it out"
-            )
+            raise RunError(f"tracking.to: {' and '.join(missing)}: pip install {packages}, or leave it out")
         self._folder, self._names = run_folder, ["report", *names] if is_leader else []
         self._is_known = is_known
         self._running: dict[str, subprocess.Popen] = {}

@@ -81,11 +81,8 @@ class Parts:
         split = [match[1].split("__") for match in map(_SYMBOL.fullmatch, symbols) if match]
         over = [axis for axes in split for axis in axes]
         if len(split) < len(symbols) or any(over.count(axis) != 1 for axis in count.axes):
-            raise ShardingError(
-                f"{shown(size)} times the number of devices along {', '.join(count.axes)} depends on how many there "
-                f"are: only the size of a device's part of a dim that is split over them makes the whole's\n"
-                f"  at {users_line()}"
-            )
+            what = f"{shown(size)} times the number of devices along {', '.join(count.axes)} is not the whole's size"
+            raise ShardingError(f"{what}\n  at {users_line()}")
         left = [tuple(axis for axis in axes if axis not in count.axes) for axes in split]
         return math.prod((_symbol(self._scope, axes) for axes in left if axes), start=whole * count.factor)
 
@@ -196,10 +193,8 @@ def _asked(name: str, method: Callable):
             raise InconclusiveDimensionOperation(f"{size} % {other[0]}")
         if not by_user:
             return method(size, *other)
-        raise refused(
-            f"what is computed must not depend on the size of a device's part: {shown(size)}, compared, divided, "
-            f"counted or looked up here, is another number on each mesh\n  at {users_line()}"
-        )
+        what = "what is computed must not depend on the size of a device's part"
+        raise refused(f"{what}: {shown(size)} is another number on each mesh\n  at {users_line()}")
 
     return ask
 
@@ -210,9 +205,7 @@ def _compared(compare: Callable, size, other) -> bool:
     if compare in (operator.eq, operator.ne) and low < 0 < high:
         low = 0
     if compare(low, 0) != compare(high, 0):
-        raise InconclusiveDimensionOperation(
-            f"{shown(size)} compared with {shown(other)}, as by a slice or an index along a dim that is split"
-        )
+        raise InconclusiveDimensionOperation(f"{shown(size)} compared with {shown(other)}, as by a slice or an index")
     return compare(low, 0)
 
 

@@ -66,10 +66,7 @@ def apply(equation: Equation) -> list[State]:
     split, pending = base.split - summed, _pending(equation) | summed
     if crossing := split & pending:
         axis = min(crossing)
-        raise ShardingError(
-            f"'{name}' of a value that is pending over {axis} and one that is split over {axis}: the sum over {axis} "
-            "would mix them"
-        )
+        raise ShardingError(f"'{name}' of a value pending over {axis} and one split over it: the sum would mix them")
     taken = states[1:] if name == "select_n" else states[:1] if name == "dynamic_slice" else states
     zero = name in _KEEP_ZERO and all(state.zero for state in taken)
     zero |= name == "mul" and equation.unreduced and any(state.zero for state in states)
@@ -87,15 +84,9 @@ def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
     """Raises `ShardingError` unless a result that is split over an axis has one dim that is, or had one of one element
     a device."""
     if not times and not is_without:
-        raise ShardingError(
-            f"'{name}' of a value that is split over {axis} loses the dim that is split: what each device has is no "
-            f"part of any whole\n  fix: {_REDUCED}"
-        )
+        raise ShardingError(f"'{name}' of a value that is split over {axis} loses that dim\n  fix: {_REDUCED}")
     if times + is_without > 1:
-        raise ShardingError(
-            f"'{name}' makes two dims that are split over {axis}: each device has only the parts of its own index\n"
-            "  fix: all_gather one operand first"
-        )
+        raise ShardingError(f"'{name}' makes two dims that are split over {axis}\n  fix: all_gather one operand first")
 
 
 # -- What is linear, and in which operands -----------------------------------------------------------------------------
@@ -166,18 +157,13 @@ def _pending(equation: Equation) -> frozenset[str]:
         if name in BILINEAR or LINEAR.get(name) is _cast:
             dtypes = [variable.aval.dtype for variable in (equation.eqn.invars[min(holding)], *equation.eqn.outvars)]
             if not sums_stay_sums(*dtypes):
-                raise ShardingError(
-                    f"'{name}' makes {dtypes[1]} of a value that is pending over {axis}, {dtypes[0]}: whole numbers "
-                    "may wrap around, and others be rounded, where their sum is not\n  fix: convert before the sum, or "
-                    "reduce it first"
-                )
+                what = f"'{name}' makes {dtypes[1]} of a value that is pending over {axis}, {dtypes[0]}"
+                raise ShardingError(f"{what}: it may wrap or round\n  fix: convert before the sum, or reduce it first")
         if name in BILINEAR:
             if len(holding) == 1 and (name != "ragged_dot_general" or holding <= {0, 1}):
                 continue
-            raise ShardingError(
-                f"'{name}' of two values that are both pending over {axis}: the product of sums is not the sum of "
-                "products\n  fix: reduce one of them first"
-            )
+            what = f"'{name}' of two values that are both pending over {axis}: products of sums are no sum of products"
+            raise ShardingError(f"{what}\n  fix: reduce one of them first")
         data = LINEAR.get(name, ())
         data = range(len(states)) if data is None else data(equation) if callable(data) else data
         if holding <= set(data) <= holding | zeros:
@@ -186,14 +172,14 @@ def _pending(equation: Equation) -> frozenset[str]:
         made = gradient_of and f", made of the gradient of {gradient_of}"
         if holding < set(data):
             value = f"a value that is pending over {axis}{made}{',' if made else ''}"
-            raise ShardingError(
-                f"'{name}' of {value} and one that is not: each device would add it again\n  fix: reduce the pending "
-                "one first, or make the other pending with shardops.pending (zeros: shardops.zeros)"
+            what = f"'{name}' of {value} and one that is not: each device would add it again"
+            fix = (
+                "reduce the pending one first, or make the other pending with shardops.pending (zeros: shardops.zeros)"
             )
-        raise ShardingError(
-            f"'{name}', which is not linear, of a value that is pending over {axis}{made}: a function of a sum is not "
-            f"the sum of the function\n  fix: reduce it over {axis} first"
-        )
+            raise ShardingError(f"{what}\n  fix: {fix}")
+        what = f"'{name}', which is not linear, of a value that is pending over {axis}{made}"
+        why = "a function of a sum is not the sum of the function"
+        raise ShardingError(f"{what}: {why}\n  fix: reduce it over {axis} first")
     return axes
 
 
@@ -287,10 +273,8 @@ def _require_whole(equation: Equation) -> frozenset[str]:
             if equation.unreduced and (name, does) in _SUMS and is_split:
                 sums.add((operand, dim))
                 continue
-            raise ShardingError(
-                f"'{name}' {does} a dim that is {state.along(axes)}: each device would take its own part for the "
-                f"whole\n  fix: {_FIX[does] if is_split else _COUNTED}"
-            )
+            what = f"'{name}' {does} a dim that is {state.along(axes)}: each device would take its part for the whole"
+            raise ShardingError(f"{what}\n  fix: {_FIX[does] if is_split else _COUNTED}")
     return frozenset(axis for operand, dim in sums for axis in equation.rows[operand][dim])
 
 
@@ -527,10 +511,8 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
             if axes and not is_part(equation.shapes[operand][dim]):
                 to = _moved(equation, operand, dim, sizes)
                 if to is None and (equation.name not in _DROPPING or (equation.name == "reshape" and 1 in sizes)):
-                    raise ShardingError(
-                        f"'{equation.name}' of a dim of one element a device: where it is in the result is not known\n"
-                        "  fix: x[0] drops it, y[None] puts it back"
-                    )
+                    what = f"'{equation.name}' of a dim of one element a device"
+                    raise ShardingError(f"{what}\n  fix: x[0] drops it, y[None] puts it back")
                 if to is None:  # the value is one device's own all the same, and a type can put the dim back
                     dropped |= frozenset(axes)
                 else:
@@ -545,10 +527,8 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
             is_made = equation.name in _MAKES or equation.name.startswith(("random_", "rng_"))
             is_made |= equation.name == "reshape" and any(map(is_part, equation.shapes[0]))
             if not is_made and not any(size in shape for shape in equation.shapes):
-                raise ShardingError(
-                    f"'{equation.name}' makes a dim of the size of a device's part, {shown(size)}, alike on each device"
-                    "\n  fix: shardops.slice('L -> L/t', x) is each device's own part of the whole"
-                )
+                what = f"'{equation.name}' makes a dim of the size of a device's part, {shown(size)}, alike on each"
+                raise ShardingError(f"{what}\n  fix: shardops.slice('L -> L/t', x) is each device's own part")
     return tuple(dims), dropped
 
 

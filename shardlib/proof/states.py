@@ -74,10 +74,8 @@ def require(spec: Spec, state: State):
     Zeros may be called pending too.
     """
     if state.sized:
-        raise ShardingError(
-            f"'{spec}' is said of a number that depends on how many devices there are, like the size of a split dim "
-            "on one of them\n  fix: count in the whole array: x.shape[0] * shardops.axis_size('d')"
-        )
+        fix = "count in the whole array: x.shape[0] * shardops.axis_size('d')"
+        raise ShardingError(f"'{spec}' is said of a number that depends on how many devices there are\n  fix: {fix}")
     if state.local_iota:
         raise ShardingError(f"'{spec}' is said of {LOCAL_IOTA}")
     if state.zero:
@@ -86,23 +84,18 @@ def require(spec: Spec, state: State):
         said, true = State.of(spec).word(axis), state.word(axis)
         if said == true or (said, true) == ("split", "the same"):  # then the dims must be split too
             continue
-        raise ShardingError(
-            f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}{_as_it_lies(spec, state)}"
-        )
+        why = _WHY[said, true].format(axis=axis) + _as_it_lies(spec, state)
+        raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}")
     without_dim = state.without_dim
     for dim, lies in zip(spec.dims, state.dims, strict=True):
         if not lies and dim.axes == (dim.name,) and dim.name in without_dim:  # y[None]: the dim of one element is back
             without_dim -= {dim.name}
         elif lies != dim.axes:
-            raise ShardingError(
-                f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {state.along(lies)} in the value: "
-                f"write {'/'.join((dim.name, *lies))}"
-            )
+            said, true = ("/".join((dim.name, *axes)) for axes in (dim.axes, lies))
+            raise ShardingError(f"'{spec}' says {said}, but that dim is {state.along(lies)} in the value: write {true}")
     for axis in sorted(without_dim):
-        raise ShardingError(
-            f"'{spec}': the value is one device's own along {axis}, its dim '{axis}/{axis}' was dropped: put it "
-            f"back with x[None], as '{axis}/{axis} ...'"
-        )
+        fix = f"put it back with x[None], as '{axis}/{axis} ...'"
+        raise ShardingError(f"'{spec}': the dim '{axis}/{axis}', one element a device, was dropped: {fix}")
 
 
 def _as_it_lies(spec: Spec, state: State) -> str:
@@ -122,9 +115,7 @@ def agree(what: str, rows: Sequence[Dims]) -> Dims:
         known = sorted(set(column) - {()})
         if len(known) > 1:
             one, other = ("/".join(axes) for axes in known[:2])
-            raise ShardingError(
-                f"{what} that lie differently: dim {position} is split over {one} in one, over {other} in another"
-            )
+            raise ShardingError(f"{what} that lie differently: dim {position} is split over {one} and over {other}")
         dims.append(known[0] if known else ())
     return tuple(dims)
 
@@ -135,10 +126,8 @@ def join(*states: State) -> State:
     for state in states:
         if state.pending != pending and not state.zero:
             axis = min(state.pending ^ pending)
-            raise ShardingError(
-                f"a carry or a branch is pending over {axis} on one path and not on the other\n"
-                f"  fix: start the carry with shardops.zeros('... +{axis}'), or reduce over {axis} inside"
-            )
+            fix = f"start the carry with shardops.zeros('... +{axis}'), or reduce over {axis} inside"
+            raise ShardingError(f"a carry or a branch is pending over {axis} on one path alone\n  fix: {fix}")
     if len(set(states)) == 1:
         return states[0]
     dims = agree("a carry or a branch has values", [state.dims for state in states])
@@ -152,10 +141,8 @@ def merged(states: Sequence[State]) -> State:
     without_dim = frozenset().union(*(state.without_dim for state in states))
     for axis in sorted(without_dim):
         if any(axis in axes for state in states for axes in state.dims):
-            raise ShardingError(
-                f"a value that is one device's own along {axis} (its dim '{axis}/{axis}' was dropped) meets one with a "
-                f"dim that is split over {axis}: each device would pair them by its own index"
-            )
+            what = f"a value whose dim '{axis}/{axis}' was dropped meets one with a dim that is split over {axis}"
+            raise ShardingError(f"{what}: each device would pair them by its own index")
     sized, iota = any(state.sized for state in states), any(state.local_iota for state in states)
     gradient_of = next((state.gradient_of for state in states if state.gradient_of), "")
     return State((), split, without_dim=without_dim, sized=sized, local_iota=iota, gradient_of=gradient_of)
@@ -181,8 +168,6 @@ def require_dual(state: State, of: State, axes: Collection[str], what: str):
     for axis in sorted(axes):
         words = state.word(axis), expected.word(axis)
         if words[0] != words[1] and not (words == ("the same", "split") and axis in {a for d in state.dims for a in d}):
-            raise ShardingError(
-                f"{what} is {state.word(axis)} along {axis}, but must be {expected.word(axis)}, since the value is "
-                f"{of.word(axis)} along it (same and pending change places)"
-            )
+            must = f"but must be {expected.word(axis)}, since the value is {of.word(axis)} along it"
+            raise ShardingError(f"{what} is {state.word(axis)} along {axis}, {must} (same and pending change places)")
     agree(what, [state.dims, of.dims])

@@ -120,9 +120,8 @@ def traced(function, check: Check, arguments: list, axes: dict[str, int] | None 
         raise
     except InconclusiveDimensionOperation as error:
         first = shown(error).partition("\n")[0]
-        raise ShardingError(
-            f"what is computed must not depend on the size of a device's part: {first}\n  at {line_of(error)}"
-        ) from error
+        what = "what is computed must not depend on the size of a device's part"
+        raise ShardingError(f"{what}: {first}\n  at {line_of(error)}") from error
     except NameError as error:
         raise ShardingError(f"{_OUTSIDE.format(unbound(error, check.axes))}\n  at {line_of(error)}") from error
     # JAX's own, shapes that do not fit, and what a program raises that does not expect these sizes.
@@ -131,4 +130,6 @@ def traced(function, check: Check, arguments: list, axes: dict[str, int] | None 
         text = next((text for said, text in _MEANT if re.search(said, message)), message)
         if isinstance(error, KeyError) and error.args[0] in check.axes:  # get_abstract_mesh().shape['d']
             text = _OUTSIDE.format(error.args[0])
+        if "incompatible shapes" in text and "/" in text:
+            text += "\n  fix: a dim is split in one and whole in the other: psum_scatter, slice or all_gather first"
         raise ShardingError(f"{text or type(error).__name__}\n  at {line_of(error)}") from error

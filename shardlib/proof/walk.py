@@ -132,9 +132,8 @@ class Walk:
         elif name == "rng_uniform":
             raise ShardingError(f"'{name}' draws other numbers on each device\n  fix: jax.random, with the same key")
         elif inner or name in _NOT_SEEN or "callback" in name:
-            raise ShardingError(
-                f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"
-            )
+            fix = "call it through shardops.local, with a declared type"
+            raise ShardingError(f"'{name}': what it does cannot be seen\n  fix: {fix}")
         results = apply(Equation(eqn, states, self.check.parts, unreduced=self.backward))
         for key, value in params.items():
             sized = () if key in _SHAPES or (name, key) in _ASKED_FOR else filter(is_part, jax.tree.leaves(value))
@@ -156,10 +155,8 @@ class Walk:
                     for gradient, state in zip(gradients, states):
                         require_dual(gradient, state, self.check.axes, "the right side's gradient")
                 except ShardingError as error:
-                    raise ShardingError(
-                        f"in the backward pass of a linear solve, {str(error).splitlines()[0]}\n"
-                        "  fix: solve through shardops.local, with a declared type"
-                    ) from None
+                    what, fix = str(error).splitlines()[0], "solve through shardops.local, with a declared type"
+                    raise ShardingError(f"in the backward pass of a linear solve, {what}\n  fix: {fix}") from None
         return results
 
     @contextlib.contextmanager
@@ -177,9 +174,7 @@ class Walk:
         if not name.startswith("custom_"):
             return self.jaxpr(inner, states)
         if eqn.params.get("symbolic_zeros"):
-            raise ShardingError(
-                "rules with symbolic_zeros: what they compute depends on what is differentiated, which is not known"
-            )
+            raise ShardingError("rules with symbolic_zeros compute what depends on what is differentiated")
         outer, self.rule = self.rule, f"jax.{name.removesuffix('_call')}"
         try:
             # A gradient may be injected into what is zero: it is no constant.
@@ -207,11 +202,8 @@ class Walk:
         for index, state in zip(trained, gradients, strict=True):
             require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
         if not same_values(eqn, traced, operands, floats):
-            raise ShardingError(
-                f"the forward rule of a {self.rule} has another value than its function: with a gradient and without "
-                "one the program would compute different numbers\n  fix: let both call one function for the value; "
-                "call one of JAX's, as jnp.linalg.det, through shardops.local"
-            )
+            fix = "let both call one function for the value; JAX's, as jnp.linalg.det, through shardops.local"
+            raise ShardingError(f"the forward rule of a {self.rule} has another value than its function\n  fix: {fix}")
 
     def require_linear(self, eqn, values, trained):
         """Walks a rule with tangents that are pending, as if over an axis: only what is linear keeps that."""
@@ -260,9 +252,7 @@ class Walk:
             require_unordered(eqn)
             sizes = [size for out in eqn.outvars for size in getattr(out.aval, "shape", ())]
             if eqn.primitive.name == "dim_as_value" or any(map(is_part, sizes)):
-                raise ShardingError(
-                    "a function that is local to a device takes a number that depends on how many devices there are"
-                )
+                raise ShardingError("a local function takes a number that depends on how many devices there are")
             for inner in inner_jaxprs(eqn):
                 self.require_sealed(inner)
             if eqn.primitive.name.startswith("custom_") and all(_differentiated(eqn)):
@@ -279,21 +269,14 @@ class Walk:
 
     def require_may_stand_here(self, mark: Mark, closed_over: list[State]):
         if stuck := mark.moves & self.divergent:
-            raise ShardingError(
-                f"all devices along {', '.join(sorted(stuck))} take part in this transfer, which is under a branch "
-                "that depends on a value that differs along it: some would wait for ever"
-            )
+            what = f"a transfer over {', '.join(sorted(stuck))} under a branch that depends on what differs there"
+            raise ShardingError(f"{what}: some devices would wait for ever")
         if mark.moves and self.rule:
-            raise ShardingError(
-                f"a transfer over {', '.join(sorted(mark.moves))} inside a {self.rule}: the types of its gradients "
-                "cannot be known\n  fix: put it around what is local to a device, transfers outside of it; the "
-                "operations of shardops have their own backward passes"
-            )
+            what = f"a transfer over {', '.join(sorted(mark.moves))} inside a {self.rule}"
+            raise ShardingError(f"{what}\n  fix: put the rule around what is local, transfers outside of it")
         if any(state.split or state.pending or state.sized or state.local_iota for state in closed_over):
-            raise ShardingError(
-                "a function that is local to a device takes a value from outside that is not the same everywhere\n"
-                "  fix: pass it as an operand, with its type"
-            )
+            what = "a function that is local to a device takes a value from outside that differs between devices"
+            raise ShardingError(f"{what}\n  fix: pass it as an operand, with its type")
         if mark.sealed is not None:
             self.require_sealed(mark.sealed)
 
@@ -303,11 +286,8 @@ class Walk:
         fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
         for row in rows:
             if row.dims[0]:
-                raise ShardingError(
-                    f"a scan over a dim that is {row.along(row.dims[0])}: each device would go through its own part "
-                    "alone\n  fix: all_gather it first, or scan another dim; what plain JAX does row by row jax.vmap "
-                    "maps; an operation takes all rows at once, with the dim in its string"
-                )
+                fix = "all_gather it first, scan another dim, or write the dim in an operation's string"
+                raise ShardingError(f"a scan over a dim that is {row.along(row.dims[0])}\n  fix: {fix}")
         if is_part(length := eqn.params["length"]):
             raise ShardingError(f"a scan of {shown(length)} turns, as many as a device's part has elements")
         rows = [row.with_dims(row.dims[1:]) for row in rows]
@@ -351,10 +331,8 @@ class Walk:
         """A result of a branch or a loop: it differs along the axes along which what decides differs."""
         merged([decides, state])
         if crossing := decides.split & state.pending:
-            raise ShardingError(
-                f"a result that is pending over {min(crossing)} under a branch that depends on a value that is split "
-                "over it: the sum would mix them"
-            )
+            what = f"a result pending over {min(crossing)} under a branch that depends on a value split over it"
+            raise ShardingError(f"{what}: the sum would mix them")
         if not decides.split:
             return state
         split, dims = state.split | decides.split, {axis for axes in state.dims for axis in axes}

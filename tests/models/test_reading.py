@@ -175,7 +175,7 @@ def test_masked_tokens_are_filled_in(published_bert, called, pool, tmp_path):
     assert len(second["ids"]) == 2 and "[MASK]" not in second["text"]
     assert "temperature: " in run("prompt=[MASK]", "temperature=0.5")[2]
     assert "fills in masked tokens: expected prompt" in run()[2]
-    assert "expected a masked token (the id 3)" in run("prompt=w5")[2]
+    assert "expected a masked token, the id 3, to fill in" in run("prompt=w5")[2]
 
 
 @pytest.mark.usefixtures("proved_elsewhere")

@@ -140,6 +140,8 @@ def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
     status, said = run(tmp_path / "other", tmp_path / "no")
     assert status == 1 and "(different: forward)" in said and "allow_program_change=true" in said
     assert run(tmp_path / "other", tmp_path / "allowed", "allow_program_change=true")[0] == 0
+    save_run(tmp_path / "kernel", {"module": "my_train", "source": source, "kernels": "of another attention"})
+    assert "(different: kernels)" in run(tmp_path / "kernel", tmp_path / "no")[1]
     save_run(tmp_path / "keys", {"module": "my_train", "source": source}, new_key=1)
     assert "is of no family in models/" in run(tmp_path / "keys", tmp_path / "no")[1]
 
@@ -166,7 +168,7 @@ REFUSED = {
     "a missing tensor": ({"tensors": {"model.norm.weight": None}}, "model.norm.weight: missing, expected [16]"),
     "another shape": ({"intermediate_size": 32}, "mlp.down_proj.weight: is [16, 24], config.json says [16, 32]"),
     "another element type": ({"tensors": {"model.norm.weight": np.zeros(16)}}, "model.norm.weight in"),
-    "a field with a meaning": ({"surprise": 3}, "this family does not compute surprise = 3. Delete what has no effect"),
+    "a field with a meaning": ({"surprise": 3}, "does not compute surprise = 3: delete what changes no result"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not what models/ computes for this family"),
     "another family": ({"model_type": "mamba"}, "model_type = 'mamba' is none of the families: "),
     "a missing field": ({"hidden_size": None}, "has no field hidden_size, which this family needs"),

@@ -125,7 +125,7 @@ def test_ids_over_the_largest(tmp_path, monkeypatch):
     path = write(tmp_path / "data")
     read_from_chunks(monkeypatch)
     zarr.open_group(path, mode="r+")["train/encoded_tokens"][333] = 2 * 5000
-    what = "holds the token id 5000 at 333, which is larger than its max_token_id 1000"
+    what = "has the token id 5000 at 333, over max_token_id 1000"
     message = f"encoded_tokens of {path}/train {what}: a chunk or the writer was wrong; write or copy …"
     assert_refuses(message, load_all, path)
 

@@ -219,7 +219,7 @@ DAMAGE = {
     "DATA/train has both is_target and weight, expected one of them…": (
         lambda group: group.attrs.update(has_is_target=True, has_weight=True)
     ),
-    "DATA/train has 8 tokens, expected whole rows of 5 as its row_length says: …": (
+    "DATA/train has 8 tokens, expected rows of row_length = 5: …": (
         lambda group: group.attrs.update(row_length=3, read_length=2)
     ),
     f"attribute 'max_token_id' of DATA/train is 'eight', {IDS}": lambda group: group.attrs.update(max_token_id="eight"),
