@@ -47,7 +47,7 @@ shakespeare_smollm2.zarr: | shakespeare.zarr smollm2
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal -rs
 
-test-model: $(VENV)/tests  ## the step against its reference; under a minute
+test-model: $(VENV)/tests  ## the step against its reference; within two minutes
 	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py \
 	  -m "not slow" -n 2 --dist worksteal
 

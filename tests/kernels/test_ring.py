@@ -171,16 +171,16 @@ def test_a_ring_is_proved():
 
 
 REFUSED = table(r"""
-L/c D, S/c | ring('L/c D, S/c -> L/c D', x, y) | what goes round has one dim in [ ], the same in all of it
-L/c D, S | ring('L/c D, [S] -> L/c D', x, y) | split over one axis
+L/c D, S/c | ring('L/c D, S/c -> L/c D', x, y) | what goes round has one dim in [ ], the same in all
+L/c D, S | ring('L/c D, [S] -> L/c D', x, y) | split over an axis
 L/c D, S | ring('L/c D, [S/c] -> L/c D', x, y) | '[S/c]' says S/c, but that dim is whole in the value: write S
-L/c D, S/c/d | ring('L/c D, [S/c/d] -> L/c D', x, y) | split over one axis
-L/c D, S/c, B/c | ring('L/c D, [S/c], [B/c] -> L/c D', x, y, z) | the same in all of it
+L/c D, S/c/d | ring('L/c D, [S/c/d] -> L/c D', x, y) | split over an axis
+L/c D, S/c, B/c | ring('L/c D, [S/c], [B/c] -> L/c D', x, y, z) | the same in all
 L D, S/c | ring('L D, [S/c] -> L D', x, y) | the first operand stays, is split over c, and the result lies as it does
 L/c D, S/c | ring('[L/c] D, [L/c] -> L/c D', x, x) | the first operand stays, is split over c, and the result lies as it
 L/c D, S/c | ring('L/c D, [S/c] -> L/c', x, y) | the result is 'L/c D', not 'L/c' fix: write 'L/c D, [S/c] -> L/c D'
 L/c D, S/c D/d | ring('L/c D, [S/c] D/d -> L/c D', x, y) | D in one operand, D/d in the other: the devices'
-L/c D, S/c B/d | ring('L/c D, [S/c] B/d -> L/c D', x, y) | an operand differs along d, the result says it is the same
+L/c D, S/c B/d | ring('L/c D, [S/c] B/d -> L/c D', x, y) | an operand differs along d, the result does not
 L/c D, S/c, B | ring('L/c D, [S/c], B +d -> L/c D', x, y, z) | an operand is pending, and a softmax is not linear
 L/c D, S/c | ring('L/c D, [S/c] -> L/c D', x, y, forward=sends) | a function that is local to a device sends over c
 L/c D, S/c | ring('L/c D, [S/c] -> L/c D', x, y, backward=sends) | a transfer, an index or a number of devices over c
