@@ -171,7 +171,7 @@ def test_a_ring_is_proved():
 
 
 REFUSED = table(r"""
-L/c D, S/c | ring('L/c D, S/c -> L/c D', x, y) | what goes round has one dim in [ ], the same in all
+L/c D, S/c | ring('L/c D, S/c -> L/c D', x, y) | what goes round has one dim in [ ], split over an axis, the same in all
 L/c D, S | ring('L/c D, [S] -> L/c D', x, y) | split over an axis
 L/c D, S | ring('L/c D, [S/c] -> L/c D', x, y) | '[S/c]' says S/c, but that dim is whole in the value: write S
 L/c D, S/c/d | ring('L/c D, [S/c/d] -> L/c D', x, y) | split over an axis
