@@ -10,7 +10,6 @@ generate. tests/docs/test_generated.py holds that generating changes nothing but
 """
 
 import contextlib
-import dataclasses
 import functools
 import io
 import os
@@ -19,20 +18,13 @@ import re
 import shlex
 import sys
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
-import jax
-
 import train
 import train_any
-from ledger.count.step import of_step
 from ledger.machines.roofline import roofline
 from ledger.pages.text import text as text_of_ledger
 from runtime import program
-from runtime.cluster import processes as cluster
 from runtime.config.command_line import load
 from runtime.terminal import RunError, wrapped
-from shardlib.mesh import make_mesh
 from tools import plan, plan_step
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -68,37 +60,7 @@ def ledger_1b(attention):
     return plan_step.ledger_of(load_plan("c4_a100x8_1b", [f"model.attention={attention}"]))
 
 
-@functools.cache
-def ledger_on_cpu(name="local_test_synthetic", *overrides):
-    """The ledger of a step as a run on simulated devices has it."""
-    config = load_plan(name, list(overrides))
-    mesh = make_mesh(vars(config.mesh), devices=jax.devices()[: config.mesh.d * config.mesh.t])
-    with jax.set_mesh(mesh):
-        traced = plan_step.trace(config, mesh, train.shapes(config))
-    tokens = config.training.tokens.batch * config.training.tokens.len
-    return of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform="cpu")
-
-
 # == The blocks ========================================================================================================
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A device of JAX, as far as a mesh and the table of hosts look at it."""
-
-    id: int
-    process_index: int
-    slice_index: int
-    platform: str = "gpu"
-    device_kind: str = "NVIDIA H200"
-
-
-def hosts(old):
-    """docs/hosts.md: the table of two hosts, and what the small job sends between them."""
-    gpus = [Gpu(number, number // 4, number // 4) for number in range(8)]
-    mesh = cluster.lay_out(gpus, {"d": 4, "t": 2})
-    table = cluster.table(mesh, ["gpu-01", "gpu-02"])
-    return fenced([*table, "...", *cluster.sent_over_network(ledger_on_cpu(), mesh)])
-
-
 # Of docs/at_scale.md: what is tried with each family, and the keys.
 CAPABILITIES = {
     "`r` and `d`": ["mesh={r: 2, d: 2}"],
@@ -181,7 +143,7 @@ def refusal(old, *overrides):
 
 
 # == Pages =============================================================================================================
-MADE = families, hosts, ledger, plans, settings, refusal
+MADE = families, ledger, plans, settings, refusal
 FUNCTIONS = {function.__name__: function for function in MADE}
 
 
