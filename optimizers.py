@@ -62,7 +62,8 @@ class Training(train.Training):
         if list(self.batch_doubles_at) != sorted(set(self.batch_doubles_at)):
             raise ValueError('batch_doubles_at: expected steps in increasing order')
         if self.microbatches % (least := 2 ** len(self.batch_doubles_at)):
-            raise ValueError(f'batch_doubles_at halves training.microbatches = {self.microbatches}: set {least}·n')
+            halved = f'training.microbatches = {self.microbatches} is halved for each of these steps'
+            raise ValueError(f'batch_doubles_at: {halved}: set it to a multiple of {least}')
         if self.optimizer == 'adafactor' and self.moment_dtype != 'float32':
             raise ValueError('moment_dtype: adafactor keeps only rows and columns, which are small: set it to float32')
 

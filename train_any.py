@@ -372,13 +372,8 @@ def joined(task: Task, weights: Tuned) -> Any:
 
 
 def options_of(training: Training, dropout: Dropout | None, fp8: bool = False) -> layers.Options:
-    return layers.Options(
-        reduce_dtype=training.gradient_reduce_dtype,
-        kept=training.save_for_backward,
-        unroll=training.unroll_layers,
-        fp8=fp8,
-        dropout=dropout,
-    )
+    how = {'reduce_dtype': training.gradient_reduce_dtype, 'kept': training.save_for_backward}
+    return layers.Options(**how, unroll=training.unroll_layers, fp8=fp8, dropout=dropout)
 
 
 def loss_sum(

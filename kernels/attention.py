@@ -67,8 +67,7 @@ KERNELS = {
 }
 KernelName = Literal["auto", "einsum", "blockwise", "cudnn_masked", "splash"]  # einsum: train.py's own, of no kernel
 NEEDS = {
-    "cudnn_masked": "an NVIDIA GPU from Ampere on, 16-bit numbers, and heads of a multiple of 8 up to 128 "
-    "(from Hopper on 256)",
+    "cudnn_masked": "an NVIDIA GPU from Ampere on, 16-bit numbers, heads of a multiple of 8 up to 128 (Hopper: 256)",
     "splash": "a TPU",
 }
 

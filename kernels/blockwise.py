@@ -181,17 +181,8 @@ def _blocks_of(places, window) -> Blocks:
     later = position[:, -1:] < key_position[None, :, 0]
     pairs = jnp.argsort(later.reshape(-1), stable=True)[: rows * (columns + 1) // 2].astype(jnp.int32)
     segment, key_segment = (_split_segment(of_tokens, count) for of_tokens, count in zip(segments, (rows, columns)))
-    return Blocks(
-        rows,
-        columns,
-        (pairs // columns, pairs % columns),
-        position,
-        key_position,
-        segment,
-        key_segment,
-        window,
-        diagonal=False,
-    )
+    every = pairs // columns, pairs % columns
+    return Blocks(rows, columns, every, position, key_position, segment, key_segment, window, diagonal=False)
 
 
 def _cut(length: int) -> tuple[int, int]:

@@ -53,8 +53,6 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix that can have an adapter."""
-
     stack: str  # the field of Weights with its layers: transformer
     name: str  # its name once gathered: w_k
     leaf: str  # the weight that holds it: w_kv
@@ -196,7 +194,6 @@ class Named:
 
     @property
     def numbered(self) -> tuple[int, ...]:
-        """The number of layers, and of experts in each."""
         return tuple(self.place.sizes[name] for name in self.place.whole.names[: self.name.count("{}")])
 
     def tensor(self, which: str, index: tuple[int, ...]) -> str:

@@ -260,7 +260,6 @@ def rope_from(config: Fields, before: dict, base: float = 10000.0, kinds: Any = 
 
 
 def rope_to(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The `rope_parameters` of a config.json."""
     if scaling is None:
         return {'rope_theta': base, 'rope_type': 'default'}
     rope = {'rope_theta': base, 'rope_type': scaling.kind, 'factor': scaling.factor}

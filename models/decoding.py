@@ -256,7 +256,6 @@ def choose(
 
 
 def devices_of_rows() -> int:
-    """The devices among which rows are divided."""
     return math.prod(current_mesh().shape[axis] for axis in expanded("b"))
 
 
@@ -537,7 +536,6 @@ def traced_step(programs: 'Programs', weights: Any, count: int, slots: int) -> j
 
 
 def is_tied(weights: Any) -> bool:
-    """Whether one table is at both ends."""
     return getattr(weights, "unembed", None) is None
 
 
@@ -760,7 +758,6 @@ class Slots:
         return rows.reshape(-1).tolist(), [places.reshape(-1).astype(np.int32)]
 
     def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: np.ndarray) -> None:
-        """The encoder reads these rows' prompts."""
         tokens = np.zeros((len(self.left), self.cache.memory.shape[3]), np.uint32)
         counts = np.zeros(len(self.left), np.int32)
         for row, prompt in prompts.items():
@@ -769,7 +766,6 @@ class Slots:
         self.cache = encode(self.generator.of_encoder, self.cache, tokens, counts, is_new)
 
     def drop(self, rows: Collection[int]) -> None:
-        """Ends these rows."""
         self.left = np.where(np.isin(np.arange(len(self.left)), list(rows)), 0, self.left).astype(np.int32)
         self.rows = replace(self.rows, left=placed(self.left, i32['B/b']))
 

@@ -121,7 +121,6 @@ def layer(
 
 # == config.json =======================================================================================================
 def layer_types(global_every: int, count: int) -> list[str]:
-    """The layer_types of a config.json."""
     return ['sliding_attention' if (n + 1) % global_every else 'full_attention' for n in range(count)]
 
 

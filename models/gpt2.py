@@ -111,8 +111,6 @@ ACTIVATION = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu':
 
 
 def activation(default: str) -> Keys:
-    """The activation, by its name in config.json."""
-
     def read(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
         name = config.take('activation_function', default)
         if name not in ACTIVATION:

@@ -65,7 +65,6 @@ class Row:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The published shape."""
         dims = re.findall(r"\([^)]*\)|\S+", self.pattern.partition(" -> ")[0])
         return tuple(math.prod(self.sizes[letter] for letter in dim.strip("()").split()) for dim in dims)
 
@@ -140,8 +139,6 @@ def weights_in(checkpoint: Checkpoint) -> dict[str, LazyArray]:
 
 
 def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str, LazyArray]:
-    """These arrays, times their factors."""
-
     def product(array: LazyArray, factor: float) -> LazyArray:
         return array.changed(lambda values, _: values * np.float32(factor))
 

@@ -86,7 +86,6 @@ embed, final = layers.embed, layers.final
 
 
 def norms_of(model: Model, w: Any) -> list[layers.Norms]:
-    """The norms of both halves."""
     return [(None, scale) if model.norm_after else (scale, None) for scale in (w.ln1, w.ln2)]
 
 

@@ -32,8 +32,6 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A published tensor that has not been read."""
-
     shape: tuple[int, ...]
     read: Callable[[slice], np.ndarray]  # its rows
 

@@ -127,7 +127,6 @@ def bucket_of(model: Model, distance: jax.Array, both_ways: bool) -> jax.Array:
 
 @typed
 def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/h L S']:
-    """The term added to attention's logits."""
     bucket = bucket_of(model, distance, both_ways)
     bias = shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket)
     return shardops.slice('K/t L S -> K/h L S', jnp.moveaxis(bias, -1, 0))
@@ -195,7 +194,6 @@ def layer(
 
 @typed
 def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The input of the unembedding."""
     scale = ends.decoder_norm * model.d_model**-0.5 if model.tied else ends.decoder_norm
     return layers.norm(gather_residual(x, M), scale, model.norm_eps)
 

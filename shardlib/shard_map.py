@@ -115,11 +115,8 @@ class typed_shard_map:
                 raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
             if parameter.annotation is parameter.empty:
                 raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
-        return (
-            list(arguments),
-            [self.signature.parameters[name].annotation for name in arguments],
-            list(arguments.values()),
-        )
+        types = [self.signature.parameters[name].annotation for name in arguments]
+        return list(arguments), types, list(arguments.values())
 
     def _body(self, names, types, *args):
         with Scope():

@@ -179,7 +179,6 @@ def _numbers(x):
 
 
 def _size(name, size) -> int:
-    """The size of a dim that a call says."""
     if isinstance(size, float | str) or int(size) < 0:
         raise ShardingError(f"{name}={size!r}: expected a whole number that is not below 0")
     return int(size)
@@ -346,7 +345,6 @@ def _reduced(recipe: Recipe, what: str) -> tuple[list[Dim], tuple[int, ...], tup
 
 
 def _ordered(names, axes) -> tuple[str, ...]:
-    """Axes in the mesh's order."""
     return tuple(axis for axis in axes if axis in names)
 
 

@@ -92,5 +92,5 @@ def test_it_is_planned(monkeypatch, capsys):
 
 def test_a_model_on_other_axes_is_not_decoded(whole):
     """generate.py takes only runs whose program computes what a family in models/ does."""
-    with pytest.raises(RunError, match="is of a model that models/ does not compute: write a family for it"):
+    with pytest.raises(RunError, match="models/ does not compute this model: write a family for it"):
         generate.main(generate.Generate(model=str(whole), prompt_ids=(1,), tokens=1))

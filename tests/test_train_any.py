@@ -570,7 +570,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["--config-name=any_synthetic", "family=bert", "masking.token=1280"],
          "masking.token = 1280: expected an id below model.vocab = 1280"),
         (["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"],
-         "mesh.c = 8, context = auto: in a model with an encoder"),
+         "mesh.c = 8, context = auto: an encoder deals heads out"),
         (["--config-name=any_synthetic", "family=bert", "mesh={p: 2}"], "mesh.p = 2: a model with an encoder cannot"),
         (["--config-name=any_synthetic", "family=bert", "masking.token=null"],
          "masking.token = null: expected the id, below model.vocab, of the token that masks"),
@@ -621,7 +621,7 @@ def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
             adapters.read_peft(tmp_path, named, 3, 5.0)
     fused = huggingface.open_weights(FOLDER / "gpt2", pool)
     task = train_any.task_of(config_of(fused.model, lora=train_any.Lora(rank=3)))
-    with pytest.raises(RunError, match=r"part of the published transformer.*c_attn\.weight, for which PEFT has"):
+    with pytest.raises(RunError, match=r"PEFT has one adapter for all of transformer.*c_attn\.weight"):
         adapters.named(task.family, task.model, task.places)
 
 

@@ -99,7 +99,6 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
 
 
 def config_of(benchmark: Benchmark, job: str, folder: str = "random") -> Any:
-    """The config of the job's run in this folder."""
     name, *overrides = job.split()
     where = [f"paths.root_working_dir={folder}", "paths.model_name=run", f"flat_tokens.filespec={folder}/data"]
     steps = f"training.steps={WARM_UP_STEPS + benchmark.steps}"

@@ -81,10 +81,8 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         say(f"{name}: DAMAGED\n  {damaged.what}")
         return "damaged"
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in opened.arrays.values())
-    text = (
-        f"{chunks} chunks of {len(opened.arrays)} leaves, {amount(size, 'B')}, read in "
-        f"{time.perf_counter() - began:.1f} s"
-    )
+    what = f"{chunks} chunks of {len(opened.arrays)} leaves, {amount(size, 'B')}"
+    text = f"{what}, read in {time.perf_counter() - began:.1f} s"
     if faults:
         say("\n  ".join([f"{name}: DAMAGED, {len(faults)} of {text}", *faults]))
         return "damaged"

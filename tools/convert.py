@@ -101,7 +101,6 @@ def written_whole(to: Path) -> Iterator[Path]:
 
 
 def name_of(source: Source) -> str:
-    """The family's name, of a file in models/."""
     return "of no family" if source.family is None else source.family.__name__.rpartition(".")[2]
 
 
@@ -168,7 +167,6 @@ def ends_of(source: Source) -> dict[str, int | None]:
 
 
 def count(source: Source) -> int:
-    """How many parameters the weights have."""
     return sum(
         math.prod(x.shape) for name, x in source.checkpoint.arrays.items() if "weights" in name.partition("/")[0]
     )

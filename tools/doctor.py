@@ -89,7 +89,6 @@ def rows(config: Any) -> Iterator[Row]:
 
 
 def devices(mesh: Mesh) -> Iterator[Row]:
-    """What JAX found, and the run's mesh over it."""
     kinds = ", ".join(sorted({device.device_kind for device in jax.devices()}))
     text, fix = f"{jax.device_count()} × {kinds} ({jax.default_backend()}), processes: {jax.process_count()}", ""
     unused = [str(path) for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
@@ -115,11 +114,8 @@ def packages(trackers: tuple[str, ...]) -> Row:
         except metadata.PackageNotFoundError:
             missing.append(f"{name}=={pin}")
     if missing:
-        return (
-            "packages",
-            f"{', '.join(missing)}: not installed, which this run needs",
-            f"pip install {' '.join(missing)}",
-        )
+        what = f"{', '.join(missing)}: not installed, which this run needs"
+        return "packages", what, f"pip install {' '.join(missing)}"
     return "packages", "; ".join(versions), ""
 
 

@@ -70,7 +70,6 @@ def ids_of(ready: ReadyModel, parts: Sequence[str]) -> tuple[list[int], int]:
 
 
 def main(config: Embed) -> None:
-    """Writes a vector for each text of a file."""
     to = Path(config.to).expanduser()
     part = to.with_name(f"{to.name}.part")
 

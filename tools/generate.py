@@ -96,7 +96,6 @@ def as_chat(ready: ReadyModel, config: Generate) -> Generate:
 
 
 def say(text: str = "", end: str = "\n") -> None:
-    """Prints to standard output, once for the job."""
     if is_first():
         print(text, end=end, flush=True)
 

@@ -105,7 +105,6 @@ class Judge:
 
 
 def model_of(scorer: Scorer, calls: Calls, config: Scoring) -> Any:
-    """The model as lm-eval-harness asks for it, on the first process."""
     from lm_eval.api.model import LM
 
     class Clearshard(LM):

@@ -24,7 +24,6 @@ def is_first() -> bool:
 
 
 def note(text: str) -> None:
-    """Prints a note, once for the job."""
     if is_first():
         print_error(text, "note")
 

@@ -128,7 +128,6 @@ def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple
             faults[what] = text, count + len(wrong)
 
     def chunks(name: str, array: Any) -> Iterator[tuple[int, np.ndarray]]:
-        """Where each chunk begins, and its values."""
         for start in range(0, array.shape[0], array.chunks[0]):
             stop = min(start + array.chunks[0], array.shape[0])
             try:

@@ -33,8 +33,6 @@ class OwnHardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine of every plan."""
-
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
@@ -110,7 +108,6 @@ def on_mesh(config: Any) -> Any:
 
 
 def changed(config: Any, **keys) -> Any:
-    """The config with other keys, checked again."""
     new = dataclasses.replace(config, **keys)
     object.__setattr__(new, "origins", config.origins)  # frozen for everyone else
     check_combinations(new)

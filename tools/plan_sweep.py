@@ -41,8 +41,6 @@ Order = tuple[bool, float]  # what fits first, the fastest first; of the others 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One way to run a step."""
-
     mesh: Mesh
     keys: Keys
     ledger: Ledger
@@ -100,11 +98,8 @@ def table(config: Any, devices: int, ranked: list[Choice]) -> Table:
             Bar(estimate.step_alone_s, alone, longest), estimate.mfu_alone,
             (estimate.bound or "n/a") + ", does not fit" * (not choice.fits),
         ))  # fmt: skip
-    caption = (
-        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {tokens.batch:,} × {tokens.len:,} tokens; the "
-        "best first, by the mean of both times"
-    )
-    return Table(caption, columns, rows)
+    run = f"{config.paths.model_name} on {devices:,} × {config.hardware}, {tokens.batch:,} × {tokens.len:,} tokens"
+    return Table(f"{run}; the best first, by the mean of both times", columns, rows)
 
 
 def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list[Choice], str]:
@@ -222,13 +217,7 @@ def is_possible(config: Any, mesh: Mesh, count: int) -> bool:
 
 
 def counted(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys) -> Choice:
-    """A way to run a step, by its ledger."""
     config = shaped(config, mesh, **keys)
     ledger = ledger_of(config, check=False)
-    return Choice(
-        mesh=mesh,
-        keys=keys,
-        ledger=ledger,
-        fits=ledger.memory.bytes <= ROOM * (machine.hbm_bytes or 0),
-        estimate=roofline.roofline(ledger, machine, config.per_host),
-    )
+    fits = ledger.memory.bytes <= ROOM * (machine.hbm_bytes or 0)
+    return Choice(mesh, keys, ledger, fits, roofline.roofline(ledger, machine, config.per_host))

@@ -135,7 +135,6 @@ _worker: list[Any] = []  # the tokenizer and the config of a process of a pool
 
 
 def start_worker(tokenizer: Tokenizer, config: TokenizeText) -> None:
-    """Prepares a process of a pool for work_on."""
     _worker[:] = tokenizer, config
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
@@ -291,7 +290,6 @@ def weights_of(parts: Any, config: TokenizeText) -> list[float]:
 
 
 def weight_of(part: dict, name: str) -> float:
-    """The field `weight`; 1 where there is none."""
     weight = part.get("weight")
     if weight is None:
         return 1.0

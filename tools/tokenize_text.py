@@ -192,7 +192,6 @@ class Output:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the training split that are written."""
         return self._writers["train"].token_count
 
     def add(self, position: Sequence[int], result: Tokenized) -> None:
@@ -222,10 +221,8 @@ class Output:
         rows = {name: value for name in ("row_length", "read_length") if (value := getattr(self._config, name))}
         for split, writer in self._writers.items():
             if not writer.token_count:
-                fix = (
-                    ": give validation=..., a larger validation_fraction, or documents that are more and smaller "
-                    "(separator, document_bytes); and overwrite=true"
-                )
+                fix = ": give validation=..., a larger validation_fraction, or more and smaller documents (separator, "
+                fix += "document_bytes); and overwrite=true"
                 what = f"no document came to the split '{split}' of {self._config.output} ({counted(self.counts)})"
                 raise RunError(what + (fix if split == "validation" else ""))
             writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name, **rows})

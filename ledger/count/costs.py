@@ -136,7 +136,6 @@ class Costs:
         return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
 
     def host_bytes(self, to_host: bool) -> int:
-        """Copied to the host in a step, or from it."""
         return sum(row.bytes * times for row, times in self.host_copies.items() if row.to_host is to_host)
 
     def float8_flops(self, phase: str) -> int:
@@ -238,7 +237,6 @@ def any_branch(branches: Iterable[Sites], place: str) -> Sites:
 
 
 def crosses_to_host(op: Operation) -> bool:
-    """Whether an operation copies between a device's memory and its host's."""
     return op.name == "device_put" and op.inputs[0].on_host != op.outputs[0].on_host
 
 

@@ -274,7 +274,6 @@ class _Lifetimes:
             self.moved[op.line, op.phase] += sum(self.parts_read([value for value, _ in new]).values())
 
     def touched(self, op: Operation) -> int:
-        """Bytes that an operation reads and writes."""
         if op.name in _LOOPS:
             return 0  # its body does
         if op.name.startswith("scatter") or op.name == "dynamic_update_slice":
@@ -311,7 +310,6 @@ class _Lifetimes:
                 ahead += value.maker.inputs
 
     def kind(self, value: Value) -> str:
-        """The group, of GROUPS, that a value counts as."""
         if value not in self.kinds:
             op, kind = value.maker, OTHER
             if op is not None and op.name in ("all_gather", "convert_element_type", "slice", "dynamic_slice"):

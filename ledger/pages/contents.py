@@ -92,10 +92,8 @@ def advice(ledger: Ledger) -> list[str]:
     ]
     asked = [row for row in ledger.saved if row.why not in ("", "input", "gradient")]
     for row in sorted(asked, key=lambda row: -row.bytes * row.times)[:2]:
-        lines.append(
-            f"without {name_of(ledger, row.line)} kept at {row.line}: up to {gigabytes(row.bytes * row.times)} less, "
-            "and what makes it is computed again"
-        )
+        what = f"without {name_of(ledger, row.line)} kept at {row.line}"
+        lines.append(f"{what}: up to {gigabytes(row.bytes * row.times)} less, and what makes it is computed again")
     return lines
 
 

@@ -26,13 +26,9 @@ def render(template: str, folder: str | Path = FOLDER, **values: Any) -> str:
 
 @functools.cache
 def _environment(folder: str) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, FOLDER]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = jinja2.FileSystemLoader([folder, FOLDER])
+    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
     environment.filters |= {"shown": shown}
     environment.tests |= {"bar": lambda value: isinstance(value, Bar)}
     environment.globals |= {"words": WORDS}

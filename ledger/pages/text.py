@@ -27,7 +27,6 @@ def _phases(parts: collections.Counter) -> str:
 
 
 def text(ledger: Ledger) -> str:
-    """The whole page."""
     costs = sums(ledger)
     mesh = " × ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
     lines = [

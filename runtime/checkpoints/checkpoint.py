@@ -73,8 +73,6 @@ class Damaged(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The chunks of a leaf."""
-
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]  # a chunk's shape

@@ -169,7 +169,6 @@ def _local_devices() -> Sequence[int] | None:
 
 
 def host_names() -> list[str]:
-    """The hosts' names, by process."""
     name = np.frombuffer(socket.gethostname().encode()[:LONGEST_NAME].ljust(LONGEST_NAME), np.uint8)
     return [bytes(row).decode().strip() for row in np.asarray(multihost_utils.process_allgather(name))]
 

@@ -57,7 +57,6 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
 
 
 def _word(name: str, kind: Any, field: dataclasses.Field) -> str:
-    """The usage of a field that is a word."""
     word = name.upper() + " ..." * (item_of(kind) is not kind)
     return f"{word} " if field.default is dataclasses.MISSING else f"[{word}] "
 

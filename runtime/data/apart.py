@@ -98,7 +98,6 @@ def load(where: str) -> tuple[str, str, dict[str, str]]:
 
 
 def build(text: str) -> None:
-    """Builds a tokenizer and uses it."""
     import tokenizers
 
     limit(BYTES + 64 * len(text), SECONDS + len(text) // 2**20)  # a megabyte takes 0.1 s

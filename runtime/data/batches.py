@@ -218,7 +218,6 @@ class Loader:
 
     @property
     def waited_s(self) -> float:
-        """How long load() has waited, in all."""
         return self._batches.waited_s
 
     @property
@@ -270,7 +269,6 @@ class Loader:
         return [self._sources[source].place_of(ordinal) for source, ordinal in pairs]
 
     def source_of(self, step: int) -> str:
-        """The source of a batch of an unshuffled pass."""
         (source,), _ = self._places.at(np.array([step * self._batch]))
         return self._sources[source].name
 
@@ -292,7 +290,6 @@ class Loader:
         self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
 
     def _count_rows(self) -> int:
-        """How many rows there are to read."""
         counts = [source.rows.count for source in self._sources]
         if self._shuffle:
             return NO_END if self._is_growing or len(counts) > 1 else counts[0] * self._epochs
@@ -301,7 +298,6 @@ class Loader:
         return min(ends) if self._most_batches is None else min(*ends, self._most_batches * self._batch)
 
     def _most_memory(self, io_threads: int) -> int:
-        """Bytes of the host that reading takes, at most."""
         rows_here = len(self._host_rows[self._batch])
         self._weight_type = np.result_type(*(source.split.weight_type for source in self._sources))
         rows = (BATCHES_AHEAD + 2) * rows_here * 2  # of batches
@@ -322,7 +318,6 @@ class Loader:
     # ---- reading
 
     def _is_wanted(self, source: int, ordinals: Int64[np.ndarray, "rows"]) -> Bool[np.ndarray, "rows"]:
-        """Which of a source's rows this host reads."""
         positions = self._places.rows_of(source, ordinals)
         return self._is_host_row[self._growing_batch.places(positions)] & (ordinals < self._counts[source])
 

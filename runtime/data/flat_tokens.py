@@ -63,7 +63,6 @@ class Split:
 
     @property
     def text(self) -> str:
-        """What it holds, for messages."""
         return f"{self.token_count:,} tokens of {self.where}"
 
     def reach(self, tokens: int) -> bool:

@@ -156,7 +156,6 @@ class MixtureOrder:
         return turn * len(self._source) + self._places[source][place]
 
     def counts(self, rows: int) -> Int64[np.ndarray, "sources"]:
-        """How many of the first rows come from each source."""
         turn, rest = divmod(rows, len(self._source))
         return turn * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
@@ -177,7 +176,6 @@ class GrowingBatch:
         return self.sizes[int(np.searchsorted(self._steps, step, side="right")) - 1]
 
     def start(self, step: int) -> int:
-        """The step's first row."""
         phase = int(np.searchsorted(self._steps, step, side="right")) - 1
         return int(self._starts[phase]) + (step - int(self._steps[phase])) * self.sizes[phase]
 

@@ -29,7 +29,6 @@ def check_rows(split: Split, length: int, read_length: int, is_packed: bool, bat
 
 
 def check_same_bos_id(splits: Sequence[Split]) -> int:
-    """The bos_id of all sources."""
     if len({split.bos_id for split in splits}) > 1:
         texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
         what = "the input before a sequence's first token"

@@ -37,10 +37,8 @@ class PackedRows:
     def text(self) -> str:
         if self._split.token_count == NO_END:
             return f"{self._split.text}, in rows of {self._length}"
-        return (
-            f"{self._split.text} in {self.count:,} rows of {self._length}, {self.dropped_tokens:,} at its end being "
-            "too few for a row"
-        )
+        rows = f"{self._split.text} in {self.count:,} rows of {self._length}"
+        return f"{rows}, {self.dropped_tokens:,} at its end being too few for a row"
 
     def reach(self, count: int) -> bool:
         """Whether there are so many rows; waits for those of a split that grows."""

@@ -31,7 +31,6 @@ LIMIT_S = 120.0  # for the drawing
 
 
 def graph_of(module: Module) -> "graphviz.Digraph":
-    """The picture of a module, to be drawn by `dot`."""
     return _Graph(module).dot
 
 

@@ -158,7 +158,6 @@ class Tracker:
         print_line(wrapped(f"step {step}/{self.total_steps}: validation loss {loss:.4f}{''.join(texts)}"))
 
     def log_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Writes and prints the model's scores after `step` updates."""
         if self.is_leader:
             self._write(step, dict(scores))
             texts = [f"{name.removeprefix('score/')} {value:.4f}" for name, value in scores.items()]

@@ -47,7 +47,6 @@ class Profiler:
         self._paused = paused
 
     def before_step(self, step: int) -> None:
-        """Called before a step is dispatched."""
         if not self._is_wanted or not self._first_step <= step <= self._last_step:
             return
         if step == self._first_step:

@@ -18,8 +18,6 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """The content of a run folder."""
-
     name: str
     folder: Path
     lines: list[dict[str, Any]]  # of metrics.jsonl

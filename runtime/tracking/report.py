@@ -78,7 +78,6 @@ def write_report(folder: str | Path) -> Path:
 
 
 def report_page(run: Recorded) -> str:
-    """The page of one run."""
     steps = run.config.get("training.steps")
     done = max((line["step"] for line in run.lines), default=0)
     rows = {name: value for name, value in run.environment.items() if name not in ("packages", "ledger")}
@@ -127,8 +126,6 @@ def _page(template: str, runs: list[Recorded], **values: Any) -> str:
 
 
 def _cards(run: Recorded) -> list[tuple[str, str, str]]:
-    """Titles, numbers and notes."""
-
     def latest(name: str) -> float | None:
         values = (line[name] for line in reversed(run.lines) if isinstance(line.get(name), int | float))
         return next(values, None)

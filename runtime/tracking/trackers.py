@@ -124,15 +124,8 @@ def trackio(run: Tracked) -> Iterator[Log]:
     os.environ.setdefault("TRACKIO_DIR", str(run.folder))
     import trackio
 
-    trackio.init(
-        run.project,
-        name=run.name,
-        config=run.config,
-        resume="allow",
-        embed=False,
-        auto_log_gpu=False,
-        auto_log_cpu=False,
-    )
+    alone: Any = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    trackio.init(run.project, name=run.name, config=run.config, resume="allow", **alone)
     try:
         yield lambda step, time, values: trackio.log(values, step=step)
     finally:

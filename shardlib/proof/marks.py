@@ -65,7 +65,6 @@ _axes_of_each: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("
 
 
 def current() -> Check | None:
-    """The check that is being traced."""
     return _current.get()
 
 

@@ -36,7 +36,6 @@ class Parts:
         self.mesh, self._scope = mesh, export.SymbolicScope()
 
     def devices(self, axes: tuple[str, ...]) -> int:
-        """The number of devices along axes."""
         return math.prod(self.mesh[axis] for axis in axes)
 
     def size(self, whole: int, axes: tuple[str, ...]):
@@ -102,7 +101,6 @@ def _read(size) -> tuple[int, tuple[str, ...]]:
 
 
 def is_part(size) -> bool:
-    """Whether a size depends on the mesh."""
     return isinstance(size, _Size)
 
 
@@ -205,7 +203,8 @@ def _compared(compare: Callable, size, other) -> bool:
     if compare in (operator.eq, operator.ne) and low < 0 < high:
         low = 0
     if compare(low, 0) != compare(high, 0):
-        raise InconclusiveDimensionOperation(f"{shown(size)} compared with {shown(other)}, as by a slice or an index")
+        what = f"{shown(size)} compared with {shown(other)}"
+        raise InconclusiveDimensionOperation(f"{what}, as by a slice or an index along a dim that is split")
     return compare(low, 0)
 
 

@@ -110,7 +110,6 @@ def _on_a_device(arguments, in_specs, axes, size) -> list:
 
 
 def traced(function, check: Check, arguments: list, axes: dict[str, int] | None = None):
-    """The jaxpr of a function for a check."""
     try:
         with during(check):
             # The extra axis is in the key of every cache of traced functions, so that nothing traced here is met by

@@ -142,7 +142,7 @@ def test_a_folder(capsys, tmp_path):
     (["mesh.d=16", "devices_per_host=6"], "16 devices are no whole number of hosts of devices_per_host = 6"),
     (["sweep=true"], "a sweep is sorted by time: give hardware="),
     (["compile=true"], "for no hardware nothing can be compiled; there are a100_40gb"),
-    (["hardware=h300"], "command line: hardware = h300: expected one of a100_40gb, "),
+    (["hardware=h300"], "command line: hardware = h300: expected a100_40gb, "),
     (["hosts=16"], "training.tokens.batch = 64: dim B has size 64, which axis d=128 cannot divide"),
     (["mesh.d=1", "mesh.t=32"],
      "model.n_kv = 16: dim K has size 16, which axis t=32 cannot divide: set it to 32, or mesh.t to 16"),

@@ -584,8 +584,8 @@ REFUSED = [
     (["input=IN"], "IN is a folder, expected files: say IN/*.txt or such"),
     (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
     (["input=IN/a.txt", "end=x"], "IN/a.txt is cut by size, not where a document ends: end=x needs a separator"),
-    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text by its suffix, but format=prompt needs records: …"),
-    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all files of input=IN/a.txt, so nothing …"),
+    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text, but format=prompt needs records: …"),
+    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all of input=IN/a.txt: nothing …"),
     (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read: …"),
     (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text that a tokenizer could be trained on"),
     (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where (…): …"),
@@ -609,7 +609,7 @@ def test_no_document_for_a_split(tmp_path):
     """A split that no document came to is an error, which says what to do."""
     (tmp_path / "a.txt").write_text("one small text")
     none = f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens)"
-    message = f"{none}: give validation=..., a larger validation_fraction, or documents that are more and smaller …"
+    message = f"{none}: give validation=..., a larger validation_fraction, or more and smaller documents …"
     command = [f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"]
     assert_refuses(message, tokenize, *command)
 
@@ -738,5 +738,5 @@ def test_dead_process(tmp_path, monkeypatch):
             yield block
 
     monkeypatch.setattr(tools.tokenize_text, "read_blocks", deadly)
-    message = "a tokenizing process died, perhaps of too little memory: the same command continues; try fewer …"
+    message = "a tokenizing process died, perhaps of too little memory: run it again, which continues, with fewer …"
     assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")

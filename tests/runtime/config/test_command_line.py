@@ -98,9 +98,9 @@ def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch, capsys, tmp_path,
     arguments = [f"model.attention={attention}", f"paths.root_working_dir={tmp_path}"]
     assert run(monkeypatch, *arguments, main=train.main) == 1
     message = capsys.readouterr().err
-    refused = f"error: model.attention = {attention} cannot run on cpu with bfloat16 and model.d_head = 32: it"
+    refused = f"error: model.attention = {attention} needs"
     assert message.startswith(refused)
-    assert message.endswith(". Set model.attention=auto, which is blockwise here\n") and list(tmp_path.iterdir()) == []
+    assert message.endswith("; auto is blockwise here\n") and list(tmp_path.iterdir()) == []
 
 
 # ---- sweeps
@@ -206,8 +206,8 @@ def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
     for more in ([], ["-m"], ["--help"]):
         assert run(monkeypatch, *arguments, *more, main=pytest.fail) == 1
         assert capsys.readouterr().err.startswith(
-            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: "
-            "delete it, or add allow_code_in_config=true to the command line if you trust the file\n"
+            f"error: configs/{name}.yaml: `hydra` in a yaml can run code: "
+            "delete it, or trust it with allow_code_in_config=true\n"
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs"]
 

@@ -126,7 +126,7 @@ def test_ids_over_the_largest(tmp_path, monkeypatch):
     read_from_chunks(monkeypatch)
     zarr.open_group(path, mode="r+")["train/encoded_tokens"][333] = 2 * 5000
     what = "has the token id 5000 at 333, over max_token_id 1000"
-    message = f"encoded_tokens of {path}/train {what}: a chunk or the writer was wrong; write or copy …"
+    message = f"encoded_tokens of {path}/train {what}: the data set is damaged or only partly written, write or copy …"
     assert_refuses(message, load_all, path)
 
 

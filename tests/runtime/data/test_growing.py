@@ -163,7 +163,7 @@ def test_what_other_programs_ask_for(written, monkeypatch):
     with loader(split_at(written), doubles_at=(2,)) as data:
         found = np.concatenate([rows(data.load(step)) for step in range(4)])
     np.testing.assert_array_equal(found.ravel(), TOKENS[: (2 + 2 + 4 + 4) * 32])
-    assert_refuses("the text holds no pairs, of what …", loader, split_at(written), read_length=8)
+    assert_refuses("the text holds no pairs of what …", loader, split_at(written), read_length=8)
     message = "3 tokens of the text in 0 rows of 32, 3 at its end being too few for a row: each source needs …"
     monkeypatch.setattr(sys.modules[__name__], "SEQUENCES", [np.arange(3)])
     assert_refuses(message, loader(split_at(written.with_name("short.zarr"))).__enter__)
