@@ -238,9 +238,9 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
         ln1, ln2, w = ws
-        w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)  # not kept: all are gathered again in the backward pass
+        w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
         w_k, w_v = [gather('M/d K/t D -> M K/t D', each) for each in w.w_kv]
-        w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
+        w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)  # none of these is kept: the backward pass gathers them again
         w_gate = gather('M/d F/t -> M F/t', w.w_gate)
         w_up = gather('M/d F/t -> M F/t', w.w_up)
         w_down = gather('M/d F/t -> M F/t', w.w_down)
