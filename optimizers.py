@@ -247,8 +247,7 @@ def orthogonalized(spec: Spec, x):
 
 @scope
 def newton_schulz(spec: Spec, x):
-    """x = a·x + (b·A + c·A²)·x with A = x·xᵀ, five times, starting at x over its norm (Jordan et al. 2024). `spec`: the
-    dims that count matrices."""
+    """x = a·x + (b·A + c·A²)·x with A = x·xᵀ, five times, from x over its norm (Jordan et al. 2024)."""
     (a, b, c), wide = NEWTON_SCHULZ, x.astype(jnp.float32)
     squares = shardops.sum_unreduced(f'{spec} R C -> {spec}', wide**2)
     x = (wide / (jnp.sqrt(squares)[..., None, None] + 1e-7)).astype(x.dtype)
@@ -264,8 +263,7 @@ def newton_schulz(spec: Spec, x):
 # == Adafactor =========================================================================================================
 @scope
 def mean(spec: Spec, kept: Sequence[int], x):
-    """The mean over the dims that are not kept, the same on all devices that split them. Sends 4 bytes an element of
-    the result."""
+    """The mean over the dims that are not kept, the same on all their devices. Sends 4 bytes an element of it."""
     gone = [place for place in range(x.ndim) if place not in kept]
     axes = [axis for place in gone for axis in spec.dims[place].axes]
     count = math.prod(x.shape[place] for place in gone) * math.prod(map(shardops.axis_size, axes))
@@ -330,8 +328,7 @@ def seed_of(training: Training, name: str, number: jax.Array) -> jax.Array:
 
 @typed
 def step(training: Training, types: State, decayed: Any, state: Any, gradient: Any, number: u32['']):
-    """The state after the update `number`, from 0. `types` is `state_type`'s; `decayed` has each weight's factor of
-    weight_decay."""
+    """The state after update `number`, from 0. types: `state_type`'s; decayed: factors of weight_decay."""
     rate, count = learning_rate(training, number), number.astype(jnp.float32) + 1
 
     def updated(path, array, decayed, w, g, m, n):

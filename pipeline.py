@@ -64,8 +64,7 @@ def collected(at_rest: str, g: jax.Array) -> jax.Array:
 
 @typed
 def stage_rows(x: jax.Array, groups: int) -> jax.Array:
-    """A device's rows, 'B/p/b L', in groups: 'p/p groups R/b L'. Microbatch g·p + m is group g of the devices at
-    (m + 1) % p along p."""
+    """A device's rows in groups, 'p/p groups R/b L': microbatch g·p + m is group g of the devices at (m + 1) % p."""
     rest = ' L' * (x.ndim - 1)
     return shardops.regroup(f'B/p/b{rest} -> p/p groups R/b{rest}', x, groups=groups)
 

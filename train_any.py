@@ -131,8 +131,7 @@ class MixtureMetrics(Metrics):
 # == What is trained ===================================================================================================
 @pytree_dataclass
 class Tuned:
-    """The weights in two trees: a family's `Weights` twice, each with None for what the other holds; or adapters, and
-    all weights."""
+    """The weights in two trees, each with None for what the other holds; or adapters, and all weights."""
 
     trained: Any  # float32
     frozen: Any
@@ -628,8 +627,7 @@ def whole(task: Task, weights: Tuned) -> Any:
 
 
 def adapted(lora: Lora, dropout: Dropout | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
-    """A gathered layer with its adapters, whose products join the layer's sums, so that no transfer is added
-    (`products.product`)."""
+    """A gathered layer with its adapters, whose products join its sums: no transfer is added (`products.product`)."""
     (pairs, layer), matrices = low, {}
     drop = None if dropout is None else dropout.of_layer(layer)
     for name, pair in vars(pairs).items() if pairs else ():
@@ -826,8 +824,7 @@ def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[ty
 
 # == Main loop =========================================================================================================
 def shapes(config: Config) -> tuple[State, Any]:
-    """The global shapes of the state and of a batch, for a resolved config. Raises RunError for sizes that the mesh
-    cannot split."""
+    """The global shapes of state and batch, for a resolved config. Raises RunError: the mesh cannot split them."""
     task, mesh, tokens = task_of(config), config.mesh, config.training.tokens
     if task.pieces:
         of_stages = 'model.layers', config.model.layers, mesh.p * task.pieces, 'mesh.p · training.pieces'

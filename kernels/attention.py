@@ -84,8 +84,7 @@ def chosen(name: str, dtype, d_head: int) -> str:
 
 
 def able(kernel: str, window, cap) -> str:
-    """The kernel, or blockwise where this one lacks what is asked: cuDNN's a cap, splash a window that is an array, as
-    where each layer has its own."""
+    """The kernel, or blockwise for what it lacks: cuDNN a cap, splash a window that is an array, one for each layer."""
     lacks = {"cudnn_masked": cap is not None, "splash": not isinstance(window, int | None)}
     return "blockwise" if lacks.get(kernel) else kernel
 

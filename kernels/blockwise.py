@@ -144,8 +144,7 @@ class Blocks:
     diagonal: bool  # the pairs of a block with itself are computed first, all at once, and `pairs` has the others
 
     def allowed(self, row, column, groups: int):
-        """bool 'B 1 R S' of a pair of blocks, or with a dim in front of all on the diagonal: of the same segment, not
-        later and within the window."""
+        """bool 'B 1 R S' of a pair of blocks (diagonal: a dim in front): same segment, not later, within the window."""
         allowed = self.segment[row][..., :, None] == self.key_segment[column][..., None, :]
         if self.diagonal and row is not ALL and self.window is None:  # all keys are earlier
             return jnp.concatenate([allowed] * groups, axis=-2)[..., None, :, :]

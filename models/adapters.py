@@ -106,8 +106,7 @@ def places(family: ModuleType, weights: Any) -> list[Place]:
 
 
 def chosen(places: list[Place], targets: str) -> list[Place]:
-    """The places whose name, 'w_q', matches the regular expression; experts' only if it contains 'expert'. Raises
-    RunError if none does."""
+    """The places whose name matches; experts' only if the expression has 'expert'. Raises RunError if none does."""
     selected = [
         place
         for place in places

@@ -231,8 +231,7 @@ SCALINGS = {
 
 
 def base_and_scaling(config: Fields, rope: dict[str, Any], kinds: Any) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling, from rope_parameters as transformers 5 writes them, or rope_scaling as earlier releases
-    did."""
+    """The base and the scaling, from rope_parameters (transformers 5) or rope_scaling (earlier releases)."""
     rope = {'rope_type': rope.get('type', 'default'), **rope}
     inner = Fields(rope, config.where)
     kind = inner.take('rope_type')

@@ -185,8 +185,7 @@ def attention(
 
 
 def write(old, new, length):
-    """One device's cache, `layers B K S D`, with the keys or values of new tokens, `layers B L K D`, from each row's
-    length on."""
+    """One device's cache, `layers B K S D`, with new tokens' keys or values, `layers B L K D`, from rows' lengths."""
     place = functools.partial(lax.dynamic_update_slice_in_dim, axis=2)
     return jax.vmap(place, (1, 1, 0), 1)(old, jnp.swapaxes(new, 2, 3), length)
 
@@ -286,8 +285,7 @@ def empty(family, model, *, count: int, slots: int, read: int | None = None) -> 
 def encode(
     family, model, weights, cache: Cache, tokens: u32['B/b R'], count: i32['B/b'], is_new: bool_['B/b']
 ) -> Cache:
-    """The encoder reads the first `count` tokens of the new rows; the cache gets the decoder's keys and values of its
-    results."""
+    """The encoder reads `count` tokens of new rows; the cache gets the decoder's keys and values of its results."""
     segment = (jnp.arange(tokens.shape[1])[None] < count[:, None]).astype(jnp.int32)
     memory = family.memory(weights, family.encode(model, weights, tokens, segment))
     memory = jnp.where(is_new[None, None, :, None, None, None], memory, cache.memory)
@@ -338,8 +336,7 @@ def extend(
 
 
 def taken(cache: Cache, used: int | None, place: jax.Array | None = None) -> Cache:
-    """The cache's first `used` slots, since products over empty ones cost as much; None: all. place: where these rows
-    are on each device."""
+    """The cache's first `used` slots, since empty ones cost as much; None: all. place: where rows are on a device."""
     if used is None and place is None:
         return cache
     rows, of_place, place = ('B/b', '', ()) if place is None else ('N/b', ', N/b', (place,))
@@ -378,8 +375,7 @@ def read(
     family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'],
     place: i32['N/b'] | None = None, *, used: int | None = None,
 ) -> Cache:  # fmt: skip
-    """Reads tokens into the cache: for all its rows, or for those at `place` on each device, if the family has no
-    encoder. `used`: as in `taken`."""
+    """Reads tokens into the cache: for all rows, or (no encoder) those at `place` on a device. used: as in `taken`."""
     part, _ = extend(family, model, ends, stack, taken(cache, used, place), tokens, count)
     return put_back(cache, part, place)
 
@@ -738,8 +734,7 @@ class Slots:
             self.filled[row] = len(prompt) - 1
 
     def _used(self, more: int) -> int | None:
-        """The slots that rows need which go on for so many tokens: few sizes, so that few programs are compiled; None:
-        all."""
+        """Slots for rows that go on for so many tokens: few sizes, so that few programs are compiled; None: all."""
         need, room = int(self.filled[self.left > 0].max(initial=0)) + more, self.cache.k.shape[3]
         sizes = itertools.takewhile(lambda size: size < room, (4**n * SLOTS for n in itertools.count(1)))
         return next((size for size in sizes if size >= need), None)
@@ -770,8 +765,7 @@ class Slots:
         self.rows = replace(self.rows, left=placed(self.left, i32['B/b']))
 
     def advance(self) -> list[Drawn]:
-        """Draws more tokens for each row that has not ended: twice as many as last time, up to BURST, since a text may
-        end before any of them."""
+        """Draws more tokens for rows that have not ended: twice as many as last time, up to BURST."""
         generator, before = self.generator, self.left
         # The likeliest token passes all filters, so rows that take it need no program with them.
         random = [drawing for drawing, left in zip(self.drawings, before) if left and drawing.temperature > 0]

@@ -208,8 +208,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
 
 
 def is_like_train_py(attributes: dict[str, Any]) -> bool:
-    """Whether the trainer is a copy of train.py whose model has no other keys: what else it changes,
-    `require_same_program` says."""
+    """Whether the trainer is a copy of train.py without other keys of the model; see `require_same_program`."""
     parts, family = program.model_parts(attributes), family_of("llama", "here")
     known = {field.name for field in dataclasses.fields(family.Model)}
     return parts is not None and "absent" not in parts.values() and attributes["config"]["model"].keys() <= known
@@ -233,8 +232,7 @@ def family_of(name: str, where: str) -> ModuleType:
 
 
 def as_family(keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family that computes the model of one of TRAINERS, and the family's keys; keys that only say how it is
-    computed are left out."""
+    """The family that computes the model of one of TRAINERS, and its keys, but for those of how it is computed."""
     model = {key: value for key, value in keys.items() if key not in ("context", "fp8")}
     if model.get("experts"):
         # The weight of a single expert is its probability.
@@ -297,8 +295,7 @@ def with_base(source: Source, pool: Executor) -> Source:
 
 
 def fingerprint(source: Source, pool: Executor) -> str:
-    """A hash of the first and last values of each weight, the same for a published folder and its checkpoint. Two
-    chunks of each weight are read."""
+    """A hash of each weight's first and last values, of which it reads two chunks; equal for a folder's checkpoint."""
     digest = hashlib.sha256()
     for name, array in sorted(weights_in(source.checkpoint).items()):
         *sizes, last = array.shape
@@ -366,8 +363,7 @@ def model_of(family: ModuleType, fields: Fields) -> Any:
 
 
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
-    """The tensors under today's names, with the prefix `transformer.` that files without the head (gpt2, opt-6.7b)
-    leave out."""
+    """The tensors under today's names, with the prefix that files without the head (gpt2, opt-6.7b) leave out."""
     tensors = {
         functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
         for name, tensor in tensors.items()

@@ -127,8 +127,7 @@ def frequencies(d_head: int, base: float, scaling: RopeScaling | None):
 def rotary(
     x: act['B/b L/c Q K/t D'], position: i32['B/b L/c'], frequency: f32['H'], factor: float = 1.0
 ) -> act['B/b L/c Q K/t D']:
-    """Rotates dims i and i + D/2 by position · frequency[i] (Su et al. 2021, 3.2.2), and multiplies by factor: in
-    float32, rounded once."""
+    """Rotates dims i and i + D/2 by position · frequency[i] (Su et al. 2021, 3.2.2), times factor; in float32."""
     half = x.shape[-1] // 2
     angle = position.astype(jnp.float32)[:, :, None] * frequency[None, None]
     sin, cos = jnp.sin(angle)[:, :, None, None], jnp.cos(angle)[:, :, None, None]

@@ -33,8 +33,7 @@ class Mesh:  # in the order of its axes: neighbours along the last one are neare
 
 
 def placed(tree: Any, type_: Any) -> Any:
-    """Puts host arrays, equal on every process of the job, on the devices of the current mesh as the type says; arrays
-    that are there already stay."""
+    """Puts host arrays, equal on every process, on the current mesh's devices as the type says; others stay there."""
     leaves = jax.tree.leaves(tree)
     if not leaves or not isinstance(leaves[0], np.ndarray):
         return tree

@@ -265,8 +265,7 @@ class Table:
         return self.gather_ends(replace(weights, unembed=None) if 'unembed' in self.ends else weights, reduce_dtype)
 
     def gather_unembed(self, weights: Any, ends: Any, reduce_dtype: str) -> Any:
-        """`Ends.unembed`, added to `gather_first`'s. Gathered after the layers, its gradient, 4VM/t bytes, is scattered
-        before theirs are computed."""
+        """`Ends.unembed`, gathered after the layers: its gradient, 4VM/t bytes, is scattered before theirs."""
         table_at_rest = getattr(weights, 'unembed', None)
         if table_at_rest is None:
             return ends.unembed

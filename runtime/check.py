@@ -38,8 +38,7 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
 
 
 def _undivided(type_: Any, shapes: Any, axes: dict[str, int]) -> Iterator[tuple[Dim, int, str, str]]:
-    """Each dim of a tree that the mesh cannot divide, once: with its size, a message, and the first leaf that has
-    it."""
+    """Each dim of a tree that the mesh cannot divide, once: its size, a message, and the first leaf that has it."""
     seen = set()
     specs = jax.tree.leaves(map_type(lambda array: array.spec, type_))
     for spec, (path, leaf) in zip(specs, jax.tree_util.tree_leaves_with_path(shapes), strict=True):

@@ -198,8 +198,7 @@ def _write_error(text: str) -> None:
 
 
 def printable(text: Any) -> str:
-    """The text without passwords of URLs, and with control characters spelled out: by these a name could write anywhere
-    in a terminal."""
+    """The text without passwords of URLs, and with control characters, which move the cursor, spelled out."""
     text = re.sub(r"(\w://+[^/\s:@]*:)[^/\s]+@", r"\1***@", str(text))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of `with jax.set_mesh(mesh)`, of the older `with Mesh(...)`, or None. Concrete where JAX allows it
-    (outside of jit)."""
+    """The mesh of `jax.set_mesh(mesh)`, of the older `with Mesh(...)`, or None; concrete outside of jit."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         try:
@@ -73,8 +72,7 @@ def trace_with_axes(f, axes: dict[str, int], *args):
 
 
 def scan_counts(params: dict) -> tuple[int, int]:
-    """How many operands of a scan's equation are constants, and how many after these its carry. jax 0.11 says it in
-    another way than 0.10."""
+    """How many operands of a scan are constants, and how many after them its carry: jax 0.10 and 0.11 differ."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -82,8 +80,7 @@ def scan_counts(params: dict) -> tuple[int, int]:
 
 
 def function_of(eqn, jaxpr):
-    """One equation, which calls this jaxpr, as a function of its operands that are no literals to the list of its
-    results."""
+    """One equation, which calls this jaxpr, as a function of its operands but literals to the list of its results."""
     operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
     alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(eqn.outvars), eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))

@@ -19,8 +19,7 @@ _not_users = [
 
 
 def defines_operations(file_name: str):
-    """Says of a file of operations that lies elsewhere: an error in one, or what it sends, is at the line that calls
-    it."""
+    """Says of a file of operations elsewhere: its errors, and what it sends, are at the line that calls it."""
     _not_users.append(file_name)
 
 
@@ -81,8 +80,7 @@ def line_of(error: BaseException) -> str:
 
 
 def unbound(error: NameError, axes) -> str:
-    """The mesh axis that a function of JAX's names where the axes are not bound. Raises the error itself if it is
-    another one."""
+    """The mesh axis that one of JAX's functions names where it is not bound. Raises the error if it is another."""
     match = re.search(r"axis name: (\w+)", str(error))
     if match is None or match[1] not in axes:
         raise error

@@ -26,8 +26,7 @@ from shardlib.spec import Dim, Spec, as_text, parse_operation
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale", "drop"])
 @dataclasses.dataclass(frozen=True)
 class Adapted(StandIn):
-    """A matrix to which `scale` · a · b is added, of low rank (Hu et al. 2021). A type is said of `base`; those of a
-    and b are in `product`."""
+    """A matrix, of the type of `base`, to which `scale` · a · b is added, of low rank (Hu et al. 2021)."""
 
     base: jax.Array
     a: jax.Array  # the dims that a product contracts, then the rank
@@ -41,8 +40,7 @@ class Adapted(StandIn):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Quantized(StandIn):
-    """A matrix of 8-bit integers with a factor for each column, values · scale. A type is said of `values`. It has no
-    gradient."""
+    """8-bit integers with a factor for each column: values · scale. A type is said of `values`. It has no gradient."""
 
     values: jax.Array  # i8
     scale: jax.Array  # f32, of the dims that a product keeps, in their order

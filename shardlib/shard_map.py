@@ -71,8 +71,7 @@ class typed_shard_map:
         return proved
 
     def _global(self, mesh, names, types, values) -> list[Spec]:
-        """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments'
-        leaves."""
+        """Checks the arguments' global shapes and all types' spelling; returns the types of the arguments' leaves."""
         axes = dict(mesh.shape)
         with Scope():
             for name, type_, value in zip(names, types, values):

@@ -185,8 +185,7 @@ def _size(name, size) -> int:
 
 
 def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
-    """What a device holds of the results; raises where the operands' sizes contradict the string or the scope's
-    letters."""
+    """What a device holds of the results; raises where sizes contradict the string or the scope's letters."""
     letters, known = letters_of_scope(), {}
     for spec, operand in zip(recipe.operands, operands):
         known |= zip(spec.names, bind(spec, jnp.shape(operand), axes, letters))
@@ -244,8 +243,7 @@ _ON_THE_WAY = ("sent_as", "reduce_dtype", "rounded_to")  # options that are elem
 
 
 def _require_meaning(recipe, planned, operands, options, dtype):
-    """Raises `ShardingError` for an operation whose result would depend on how many devices there are, or would be no
-    sum."""
+    """Raises `ShardingError` where the result would depend on how many devices there are, or be no sum."""
     for axis in mapped_axes():  # in the check the mesh's axes are not bound
         with contextlib.suppress(NameError):
             lax.axis_size(axis)
@@ -268,8 +266,7 @@ def _require_meaning(recipe, planned, operands, options, dtype):
 
 
 def _sealed(run, operands, axes):
-    """The jaxpr of a function of the user's, traced by itself on one device's part: no mesh axis is bound, so it cannot
-    send."""
+    """The jaxpr of a user's function on one device's part, traced by itself: with no axis bound it cannot send."""
     held = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
     try:
         with marks.during(marks.Check(axes, None, is_local=True)):
@@ -300,8 +297,7 @@ class _Change(typing.NamedTuple):
 
 
 def _change(recipe: Recipe, text: str, *does: str) -> _Change:
-    """Raises `ShardingError` unless the string does what the operation `does`, of `_Change`, and nothing else; `text`
-    says that of the operation."""
+    """Raises `ShardingError` unless the string does what the operation `does`, of `_Change`; `text` says that."""
     (operand,), result, name = recipe.operands, recipe.result, text.split()[0]
     if operand.names != result.names:
         before, after = (" ".join(spec.names) or "none" for spec in (operand, result))
@@ -349,8 +345,7 @@ def _ordered(names, axes) -> tuple[str, ...]:
 
 
 def _wide(names, axes) -> tuple[str, ...]:
-    """The axes of more than one device. Along the others nothing is sent; XLA:CPU would copy for them, and widen
-    bfloat16 to float32."""
+    """The axes of more than one device: along others nothing is sent, but XLA:CPU would copy and widen bfloat16."""
     return tuple(name for name in names if axes[name] > 1)
 
 
@@ -708,8 +703,7 @@ def _einsum_unreduced(recipe, axes):
 
 
 def _equation(recipe, axes) -> str:
-    """The equation of a product for `jnp.einsum`; raises where the devices' products are not parts, or terms, of the
-    whole."""
+    """A product's equation for `jnp.einsum`; raises where devices' products are no parts, or terms, of the whole."""
     first, second = recipe.operands
     require_once(*recipe.operands)
     lies = require_same_parts(recipe)
@@ -916,8 +910,7 @@ def _in_common(dims, others) -> int:
 
 @operation
 def pending(recipe, axes):
-    """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero, as
-    in pending('X -> X +t', x)."""
+    """One term of a sum of what is the same, 'X -> X +t': the axes' first device keeps it, others hold zero."""
     names = _wide(_change(recipe, "pending makes one term of a sum, as in 'M -> M +t'", "terms").terms, axes)
 
     def run(x):

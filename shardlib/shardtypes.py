@@ -192,8 +192,7 @@ class DType:
 
 
 class ComputeType(DType):
-    """An element type with one name in the source that is chosen at run time: `act.dtype = jnp.float32` before anything
-    is traced."""
+    """An element type that is chosen at run time: `act.dtype = jnp.float32` before anything is traced."""
 
     @property
     def dtype(self):
@@ -271,8 +270,7 @@ def pytree_dataclass(cls):
 
 @functools.cache
 def fields(cls) -> dict[str, typing.Any]:
-    """Field names and types of a `pytree_dataclass`, also where annotations are strings (`from __future__ import
-    annotations`)."""
+    """Field names and types of a `pytree_dataclass`, also where annotations are strings."""
     said = {}
     for base in reversed(cls.__mro__):
         try:

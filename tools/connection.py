@@ -52,8 +52,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def look(self) -> None:
-        """Ends a connection whose client has been sending the same request, or not reading the same answer, since the
-        last look."""
+        """Ends a connection whose client still sends the same request, or reads the same answer, as last time."""
         is_sending = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         now = (self.cycle, self.conn.their_state) if is_sending or self.transport.get_write_buffer_size() else None
         if now is not None and now == self.before:

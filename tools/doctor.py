@@ -54,8 +54,7 @@ Row = tuple[str, str, str]  # a part, what was found, and the command that repai
 
 
 def main(config: Any) -> None:
-    """Prints rows as they come. All processes measure, since collectives need all; those after the first print only
-    what is wrong with their host."""
+    """Prints rows as they come. All processes measure; those after the first print what is wrong with their host."""
     wrong = []
     for part, state, fix in rows(config):
         if fix:

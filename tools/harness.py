@@ -74,8 +74,7 @@ class Judge:
         return metrics
 
     def __call__(self, scorer: Scorer, config: Scoring) -> dict[str, Any]:
-        """What lm-eval-harness returns, on the first process, where it asks; the others compute what it asks for, and
-        get nothing."""
+        """What lm-eval-harness returns, on the first process, which asks; the others compute, and get nothing."""
 
         def write(prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:
             return scorer.write(prompts, rebuild(Writing, settings, Origins("generation_kwargs")))

@@ -96,8 +96,7 @@ def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fi
 
 
 def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequence[str] = ()) -> list[str]:
-    """The summary, memory by kind, times, and what they assume. fixes: what helps if it does not fit, besides
-    `contents.advice`."""
+    """The summary, memory by kind, times, and what they assume. fixes: see `contents.summary`."""
     machine, sendings = estimate.hardware, contents.sendings(estimate)
     return [
         *contents.summary(ledger, machine.hbm_bytes, fixes),

@@ -42,8 +42,7 @@ def title_of(config: PlanGenerate, ledger: Ledger, cache_bytes: int) -> str:
 
 
 def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
-    """The ledger of a step, and the bytes of the cache on one device. Raises RunError where the mesh cannot split model
-    or rows."""
+    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split model or rows."""
     mesh = vars(FamilyMesh(**vars(config.mesh)))
     (axis, devices), *_ = vars(config.mesh).items()
     if config.rows % devices:

@@ -302,8 +302,7 @@ def write(
     samples: Sequence[int],
     show: Callable[[int, str], None],
 ) -> list[Text]:
-    """The texts after some prompts, each shown as it grows: show(number, what is new). Samples of a prompt differ by
-    their seed."""
+    """Texts after prompts, each shown as it grows: show(number, what is new). Samples of a prompt differ by seed."""
     texts = [Text(ready, config.stop) for _ in prompts]
     if isinstance(ready.generator, Reader):
         return fill(ready, texts, prompts, show)

@@ -200,8 +200,7 @@ def score_choices(scorer: Scorer, records: Sequence[Choices], config: Scoring) -
 
 
 def score_questions(scorer: Scorer, records: Sequence[Question], config: Scoring) -> Answers:
-    """exact_match, spaces around the texts ignored; ROUGE's F-measures (Lin 2004), without stemming. The best of
-    several right answers counts."""
+    """exact_match without spaces around, ROUGE's F-measures (Lin 2004) without stemming; the best answer counts."""
     from rouge_score.rouge_scorer import RougeScorer
 
     rouge = RougeScorer(list(ROUGE))

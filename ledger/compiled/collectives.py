@@ -63,8 +63,7 @@ def compiled_sites(text: str, mesh_axes: dict[str, int]) -> Sites:
 
 
 def chain(instruction: Instruction) -> str:
-    """The name of all parts of a collective that XLA:TPU has cut into several fusions, to compute in them meanwhile; ''
-    for any other."""
+    """The name that all parts of a collective have which XLA:TPU has cut into several fusions; '' for any other."""
     match = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return match[1] if match else ""
 
@@ -110,8 +109,7 @@ def operands(module: Module, computation: Computation, instruction: Instruction)
 
 
 def turns(module: Module, loop: Instruction) -> int:
-    """How often a loop's body runs: as XLA has found, or the bound that an index from 0 in steps of 1 is compared
-    with."""
+    """How often a loop's body runs: as XLA has found, or the bound of an index from 0 in steps of 1."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known[1])
     (condition,) = module.callees(loop, "condition")

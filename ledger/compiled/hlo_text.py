@@ -54,8 +54,7 @@ class Module:
         return [leaf for body in bodies for child in body.instructions.values() for leaf in self.inner(child)]
 
     def metadata(self, instruction: Instruction) -> tuple[str, str]:
-        """Source (`train.py:120`) and JAX's name stack; of a fusion that XLA left without, those of its last
-        instruction that has them."""
+        """Source (`train.py:120`) and JAX's name stack; of a fusion without, those of its last instruction with."""
         for candidate in (instruction, *reversed(self.inner(instruction))):
             if source := self._source(candidate.attributes):
                 match = re.search(r'op_name="([^"]*)"', candidate.attributes)

@@ -144,8 +144,7 @@ class Costs:
         return sum(row.flops * times for row, times in rows if row.dtype.startswith("float8"))
 
     def model_flops(self) -> float:
-        """The FLOPs of products of the forward and the backward pass, nothing recomputed; of masked products the part
-        that the model needs."""
+        """FLOPs of products, forward and backward, nothing recomputed; of masked ones the part that the model needs."""
         rows = [(row, times) for row, times in self.products.items() if row.phase in ("forward", "backward")]
         return sum(row.flops * times * row.needed for row, times in rows)
 
@@ -259,8 +258,7 @@ def _needed(scopes: str) -> float:
 
 
 def _kernel_flops(op: Operation) -> tuple[int | None, float]:
-    """FLOPs of a kernel and the part that the model needs, as a scope around it or its `cost_estimate` declares;
-    None where nothing does."""
+    """FLOPs of a kernel and the part that the model needs, as declared around it or by its `cost_estimate`; or None."""
     name = op.params.get("target_name") or op.params.get("name")
     for declared, run, needed in reversed(_KERNEL.findall(op.scopes)):
         if declared == name:
@@ -322,8 +320,7 @@ def _readers(value: Value) -> list[Operation]:
 
 
 def origin(value: Value) -> tuple[str, str, Value, int]:
-    """Where a value is from: line, the name that it is saved under, its value in the loops' bodies, how many of those
-    it holds."""
+    """Where a value is from: line, name it is saved under, its value in loops' bodies, how many of those it holds."""
     op = value.maker
     assert op is not None, "an argument is from nowhere"
     if op.name == "scan":

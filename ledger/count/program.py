@@ -60,8 +60,7 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
-    """One of JAX's primitives. `blocks` are the body of a scan, condition and body of a while loop, the branches of a
-    cond."""
+    """One of JAX's primitives. `blocks`: the body of a scan, condition and body of a while loop, branches of a cond."""
 
     name: str
     params: dict
@@ -135,8 +134,7 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False, has_bfloat16: boo
 
 
 def _place_hoisted(block: Block) -> None:
-    """Gives operations that JAX takes out of a loop of the forward pass their phase back: it is forward where only the
-    forward pass reads them."""
+    """Operations that JAX takes out of a loop of the forward pass are forward where only that pass reads them."""
     results = set(block.outputs)
     for op in reversed(block.operations):
         readers = [reader for value in op.outputs for reader in value.uses]

@@ -40,8 +40,7 @@ class Ledger:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of a step on all devices: forward and backward, nothing recomputed, causal products as half. MFU counts
-        these."""
+        """FLOPs of a step on all devices, nothing recomputed, causal products as half. MFU counts these."""
         return self.costs.model_flops() * self.devices
 
     @property

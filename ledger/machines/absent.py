@@ -105,8 +105,7 @@ gpu_device_info {{
 
 
 def compile(traced: jax.stages.Traced, options: Mapping[str, str | bool]) -> jax.stages.Compiled:
-    """Compiles a step that was traced on a mesh of absent devices, with these options of XLA's. Raises `TooLarge` if it
-    does not fit."""
+    """Compiles a step traced on a mesh of absent devices, with XLA's options. Raises `TooLarge` if it does not fit."""
     try:
         return traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:

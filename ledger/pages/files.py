@@ -8,7 +8,6 @@ from ledger.pages import html, text
 
 
 def pages(ledger: Ledger, roofline: Roofline | None = None) -> dict[str, str]:
-    """The texts of the three by their names; the page for a browser with the time that a step takes, where there is a
-    roofline."""
+    """The texts of the three by their names; with a roofline, the page for a browser has the time of a step."""
     of_programs = json.dumps(ledger.to_json(), indent=1) + "\n"
     return {"ledger.html": html.page(ledger, roofline), "ledger.txt": text.text(ledger), "ledger.json": of_programs}

@@ -213,8 +213,7 @@ def _is_of_array(file: str, content: bytes) -> bool:
 
 
 def find(path: str) -> list[tuple[Store, str]]:
-    """The store and the name of a checkpoint at a path, or of all in this folder, oldest first. Raises RunError: there
-    is none."""
+    """Store and name of a checkpoint at a path, or of all in a folder, oldest first. Raises RunError: there is none."""
     path = path.rstrip("/")
     store = open_store(path, FIND_TIMEOUT_S)
     with run_errors(f"{path} cannot be read"):

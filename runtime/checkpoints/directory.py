@@ -225,8 +225,7 @@ class Checkpoints:
         return None
 
     def _fault(self, name: str, read_through: bool = False) -> str | None:
-        """Why a run cannot go on from this checkpoint, by its attributes and, with `read_through`, its chunks; or
-        None."""
+        """Why a run cannot go on from this checkpoint, by attributes and, with `read_through`, its chunks; or None."""
         if name in self._damaged or (name in self._complete and not read_through):
             return self._damaged.get(name)
         try:

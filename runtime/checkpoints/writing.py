@@ -74,8 +74,7 @@ def complete(
     attributes: dict[str, Any],
     pool: Executor,
 ) -> None:
-    """Writes the metadata, once all hosts have written their chunks. Raises RunError: a chunk is missing, or a write
-    fails."""
+    """Writes the metadata, after all hosts' chunks. Raises RunError: a chunk is missing, or a write fails."""
     sizes = store.files(name)
     for leaf, grid in grids.items():
         for number, _ in grid.all():

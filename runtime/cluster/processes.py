@@ -67,8 +67,7 @@ def start(config: Any) -> Mesh:
 
 
 def prepare_devices(config: Any) -> None:
-    """Lets a CPU simulate the mesh's devices, before JAX's first operation, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES
-    says how many."""
+    """Lets a CPU simulate the mesh's devices, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES says how many."""
     tune()
     is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]  # its types lack flags
     if config.check_only or is_set or is_given("xla_force_host_platform_device_count"):
@@ -177,8 +176,7 @@ def host_names() -> list[str]:
 
 
 def domain(device: Any) -> int:
-    """The number of the device's group, which fast links join: a TPU's slice, the GPUs of a host, the simulated devices
-    of a process."""
+    """The device's group, which fast links join: a TPU's slice, a host's GPUs, a process' simulated devices."""
     index = None if device.platform == "cpu" else getattr(device, "slice_index", None)
     return device.process_index if index is None else index
 

@@ -54,8 +54,7 @@ STAGES_ON_CPUS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 
 
 def options(device, stages: int = 1) -> dict[str, str | bool]:
-    """The compiler's options for a step on this kind of `jax.Device`, without those that the user has set. stages: of a
-    pipeline."""
+    """The compiler's options for a step on this kind of device, but for those that the user has set. stages: of p."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
     if device.platform == "cpu" and stages > 1:
         wanted |= STAGES_ON_CPUS

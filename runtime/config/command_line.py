@@ -251,8 +251,7 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
 
 
 def _model_name(model_name: Any, node: Any, command_line: Sequence[str]) -> Any:
-    """The run's name: as set, or the config's; in a sweep with the overrides in which jobs differ, so their folders
-    differ."""
+    """The run's name: as set, or the config's; in a sweep with the overrides in which jobs differ."""
     name = Path(node.job.config_name).name if model_name == MISSING else model_name
     if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
         return name

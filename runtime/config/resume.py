@@ -35,8 +35,7 @@ def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
-    """The config of the checkpoint's run, without keys of earlier programs. Raises RunError: there is none, or what
-    does not fit config_class."""
+    """The config of the checkpoint's run. Raises RunError: there is none, or what does not fit config_class."""
     if not isinstance(attributes.get("config"), dict):
         raise RunError("the checkpoint does not say which configuration it was trained with: another program wrote it")
     config = copy.deepcopy(attributes["config"])

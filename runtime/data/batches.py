@@ -203,8 +203,7 @@ class Loader:
         self._opened.close()
 
     def load(self, step: int) -> Batch:
-        """The batch of a step, from 0; in any order, though the next one is fastest. Raises RunError: there is none, or
-        the data cannot be read."""
+        """The batch of a step, from 0; the next is fastest. Raises RunError: there is none, or it cannot be read."""
         if step < 0 or (self.steps is not None and step >= self.steps):
             fix = "an unshuffled pass reads each row once"
             if self._shuffle:

@@ -11,8 +11,7 @@ MAX_BYTES = 4 * 2**30  # of host memory that one split may take
 
 
 def check_rows(split: Split, length: int, read_length: int, is_packed: bool, batch: Any) -> None:
-    """Refuses a split that was written in other rows than the run's, or with more than its batch holds. batch: its
-    sharding."""
+    """Refuses a split in other rows than the run's, or with more than its batch holds. batch: its sharding."""
     where = split.where
     if bool(read_length) != bool(split.read_length):
         pairs, encoder = "pairs" if split.read_length else "no pairs", "an" if read_length else "no"
@@ -37,8 +36,7 @@ def check_same_bos_id(splits: Sequence[Split]) -> int:
 
 
 def check_enough(sources: Sequence[PackedRows | SequenceRows], steps: int | None, epochs: int, batch: int) -> None:
-    """Refuses less than a batch; and a source without rows, where rows come again and again (steps is None, or a
-    mixture)."""
+    """Refuses less than a batch; and a source without rows where rows come again (steps is None, or a mixture)."""
     fix = "lower training.tokens.batch or training.tokens.len, or use more data"
     for rows in sources:
         if rows.count == 0 and (steps is None or len(sources) > 1):

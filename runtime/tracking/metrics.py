@@ -146,8 +146,7 @@ class Tracker:
         self._progress.show(step, self._status(step, now, values["loss"], timings["tokens_per_s"], timings["mfu"]))
 
     def log_validation(self, step: int, loss: jax.Array | float, of_sources: Mapping[str, float] | None = None) -> None:
-        """Writes and prints the validation loss after `step` updates, for a mixture also each source's; waits for
-        it."""
+        """Writes and prints the validation loss after `step` updates, in a mixture each source's too; waits for it."""
         if not self.is_leader:
             return
         self.flush()

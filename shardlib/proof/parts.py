@@ -209,8 +209,7 @@ def _compared(compare: Callable, size, other) -> bool:
 
 
 def _bounds(size) -> tuple[float, float]:
-    """The least and the largest that a sum of sizes is on any mesh: a device's part has one element or more, and at
-    most all of the whole's."""
+    """The least and the largest that a sum of sizes is on any mesh: a part has one element to all of the whole's."""
     low = high = 0
     for sign, term in re.findall(r"([+-]?)([^+-]+)", str(size).replace(" ", "")):
         whole, least = 1, 1

@@ -81,8 +81,7 @@ def apply(equation: Equation) -> list[State]:
 
 
 def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
-    """Raises `ShardingError` unless a result that is split over an axis has one dim that is, or had one of one element
-    a device."""
+    """Raises `ShardingError` unless a result that is split over an axis has one dim that is, or had one of size 1."""
     if not times and not is_without:
         raise ShardingError(f"'{name}' of a value that is split over {axis} loses that dim\n  fix: {_REDUCED}")
     if times + is_without > 1:

@@ -149,8 +149,7 @@ def merged(states: Sequence[State]) -> State:
 
 
 def dual(state: State, axes: Collection[str]) -> State:
-    """The state of a value's gradient: same and pending exchanged. What was made to the size of a part counts as split,
-    as in `require`."""
+    """The state of a value's gradient: same and pending exchanged. What is made to a part's size counts as split."""
     split = state.split.union(*state.dims)
     return State(state.dims, split, frozenset(axes) - split - state.pending, state.without_dim)
 

@@ -289,7 +289,11 @@ def test_what_a_batch_cannot_hold_is_refused(tmp_path):
         ("rows", {"packing": False}, rows),
         ("pairs", {}, "train holds pairs of what is read and what is written: this program has no encoder"),
         ("pairs", {"read_length": 2}, "…set training.tokens.len=1 and training.tokens.read_len=3, with …"),
-        ("plain", {"read_length": 3}, "train holds no pairs of what is read and what is written: this program has an encoder"),
+        (
+            "plain",
+            {"read_length": 3},
+            "train holds no pairs of what is read and what is written: this program has an encoder",
+        ),
     ):
         config = FlatTokens(str(tmp_path / name), 0, options.pop("packing", True))
         options = {"batch": 1, "length": 4, "sharding": sharding(), **options}
