@@ -42,7 +42,7 @@ TRAIN_PY = {
     "act": "5a296e84",
     "attention": "360d7137",
     "forward": "aa2b6df9",
-    "kernels": "7a050fd2c61c2270",
+    "kernels": "d659d3a9874a3ad2",
     "loss_sum": "7bc54068",
     "rms_norm": "7814259e",
     "rotary": "fd1b07df",
