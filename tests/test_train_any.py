@@ -572,6 +572,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"],
          "mesh.c = 8, context = auto: an encoder deals heads out"),
         (["--config-name=any_synthetic", "family=bert", "mesh={p: 2}"], "mesh.p = 2: a model with an encoder cannot"),
+        (["--config-name=any_synthetic", "family=lama"], "no config lama in configs/family; the nearest is llama"),
         (["--config-name=any_synthetic", "family=bert", "masking.token=null"],
          "masking.token = null: expected the id, below model.vocab, of the token that masks"),
         ([f"initial_weights={FOLDER}/t5"],

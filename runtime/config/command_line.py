@@ -297,10 +297,11 @@ def _readable_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
-        if isinstance(error, MissingConfigException) and text.startswith("Cannot find primary config"):
-            missing, names = str(error.missing_cfg_file), configs_of(CONFIG_FOLDER)
+        if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+            folder, _, missing = str(error.missing_cfg_file).rpartition("/")
+            names = list(error.options or configs_of(CONFIG_FOLDER))
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
-            where = from_here(CONFIG_FOLDER)
+            where = from_here(CONFIG_FOLDER / folder)
             text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
         if group := re.match(r"Could not override '(\w+)'", text):
             text = f"{group[1]}: this config chooses no file of configs/{group[1]}; those that do name it in `defaults`"
