@@ -301,8 +301,8 @@ def _readable_errors() -> Iterator[None]:
             folder, _, missing = str(error.missing_cfg_file).rpartition("/")
             names = list(error.options or configs_of(CONFIG_FOLDER))
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
-            where = from_here(CONFIG_FOLDER / folder)
-            text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
+            where, said_by = from_here(CONFIG_FOLDER / folder), "".join(re.findall("^In '.*?': ", text))
+            text = f"{said_by}there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
         if group := re.match(r"Could not override '(\w+)'", text):
             text = f"{group[1]}: this config chooses no file of configs/{group[1]}; those that do name it in `defaults`"
         raise RunError(text.replace("'++", "'")) from error

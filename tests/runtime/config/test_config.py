@@ -265,7 +265,7 @@ def test_a_wrong_mixture_is_refused():
     ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: expected an even number"),
     ("n_kv: 2", "n_kv: 2\n  n_kv: 2", "found duplicate key n_kv"),
     ("mesh: {d: 4, t: 2}", "mesh: {d: 4, t", "while parsing a flow mapping"),
-    ("[base, _self_]", "[bsae, _self_]", "In 'two': Could not load 'bsae'."),
+    ("[base, _self_]", "[bsae, _self_]", "In 'two': there is no config bsae in "),
     ("mesh: {d: 4, t: 2}", "mash: {d: 4, t: 2}", "two.yaml: mash.d is not a key: the nearest is mesh.d"),
     ("[base, _self_]", "[one, _self_, size: big]", "size/big.yaml: model.d_ff = 1.5: expected a whole number"),
 ])  # fmt: skip
