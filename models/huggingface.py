@@ -188,7 +188,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     attributes, family = source.checkpoint.attributes, source.family
     of_family = program.TRAIN_PY if family is not None and family.__name__ == "models.llama" else None
     made_by = program.model_parts(attributes)
-    is_of_family = made_by is None or "family" in attributes or attributes["program"]["module"] in TRAINERS[1:]
+    is_of_family = made_by is None or "family" in attributes
     made_by, taken_by = of_family if is_of_family else made_by, at_hand or of_family
     saved = (attributes.get("program") or {}).get("family")
     is_changed = saved is not None and family is not None and saved != program.of_family(family)

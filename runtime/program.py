@@ -31,7 +31,8 @@ DEFAULT = "train"
 # published files.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
-MODEL = ("forward", "loss_sum", "validation_step")  # functions of a trainer like train.py
+MODEL = ("forward", "loss_sum", "validation_step", "mapped_steps")  # functions of a trainer like train.py
+NO_MODEL = {"Config", "Training", "training_step"}  # which these reach, and which are mostly an optimizer's
 # `model_parts` of the train.py whose model is that of models/llama.py: tools refuse runs of another.
 TRAIN_PY = {
     "LOSS_CHUNK": "d21acc52",
@@ -42,8 +43,11 @@ TRAIN_PY = {
     "act": "5a296e84",
     "attention": "360d7137",
     "forward": "aa2b6df9",
-    "kernels": "d659d3a9874a3ad2",
+    "imports": "3c41f376",
+    "kernels": "6139f3e6d7a3979a",
     "loss_sum": "7bc54068",
+    "mapped_steps": "4c172e0d",
+    "module": "442bce32",
     "rms_norm": "7814259e",
     "rotary": "fd1b07df",
     "validation_step": "c945e349",
@@ -143,7 +147,7 @@ def recorded(config: Any) -> dict[str, Any]:
         "file": hashes.pop(name),
         "made_of": _hash(repr(hashes)),
         "family": of_family(family) if family.__name__.startswith("models.") else None,
-        "kernels": _of_rooms(hashes, "kernels."),
+        "kernels": _of_rooms(hashes, "kernels.", "jax_extra"),
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
@@ -160,33 +164,43 @@ def _of_rooms(hashes: dict[str, str], *rooms: str) -> str:
 
 
 def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """`model_parts_of` the trainer's source that a checkpoint keeps, which is not run, and its kernels, which earlier
-    versions did not record; None: it keeps none."""
+    """`model_parts_of` the source that a checkpoint keeps, which is not run, and its kernels; None: it keeps none."""
     if (record := _record(attributes)) is None:
         return None
-    return {**model_parts_of(record["source"]), "kernels": record.get("kernels", TRAIN_PY["kernels"])}
+    kernels = record.get("kernels", TRAIN_PY["kernels"])  # earlier versions did not record them
+    return {**model_parts_of(record["source"]), "kernels": kernels}
 
 
 def model_parts_of(source: str) -> dict[str, str]:
     """The model that a trainer like train.py computes: a hash of each function, class and constant of its file that
-    MODEL reaches by name, as `_tokens`."""
-    defined = dict[str, ast.stmt]()
+    MODEL reaches by name, as `_tokens`; of where the names are from that these import; of all other statements."""
+    defined, imported, others = dict[str, ast.stmt](), dict[str, str](), list[ast.stmt]()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined[node.name] = node
-        elif isinstance(node, ast.Assign):
+        elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
             defined |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            where = getattr(node, "module", "")
+            imported |= {alias.asname or alias.name.partition(".")[0]: f"{where}.{alias.name}" for alias in node.names}
+        elif not isinstance(node, ast.AugAssign):  # DECAYED |= ...
+            others.append(node)
     tokens = _tokens(source)
-    parts = {name: "absent" for name in MODEL if name not in defined}
-    left = {name for name in MODEL if name in defined}
-    while left:
-        name = left.pop()
-        node = defined[name]
-        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+    def hashed(node: ast.stmt) -> str:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         texts = [text for line, text in tokens if first <= line <= (node.end_lineno or first)]
-        parts[name] = _hash("".join(texts).lstrip("\b"))[:8]  # without what ends the statement before
-        left |= names & defined.keys() - parts.keys() - {"Training"}  # whose keys are mostly an optimizer's
+        return _hash("".join(texts).lstrip("\b"))[:8]  # without what ends the statement before
+
+    parts, origins = {name: "absent" for name in MODEL if name not in defined}, set[str]()
+    left = {name for name in MODEL if name in defined}
+    while left:
+        node = defined[name := left.pop()]
+        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+        parts[name] = hashed(node)
+        left |= names & defined.keys() - parts.keys() - NO_MODEL
+        origins |= {f"{inner} is {imported[inner]}" for inner in names & imported.keys()}
+    parts |= {"imports": _hash(repr(sorted(origins)))[:8], "module": _hash(repr(list(map(hashed, others))))[:8]}
     return dict(sorted(parts.items()))
 
 

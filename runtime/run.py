@@ -188,7 +188,6 @@ class Run:
             sys.exit(STOPPED)
 
     def _open_data(self, opened: contextlib.ExitStack) -> Tokenizer | None:
-        """Opens both splits; returns their tokenizer, if they have one."""
         sharding = make_shardings(self._batch_type)
         self.data = open_data(self._config, "train", sharding)
         opened.callback(self.data.close)

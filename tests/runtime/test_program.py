@@ -171,6 +171,10 @@ def test_the_command_line_names_the_program():
     ("rms_norm", "layer_norm", False),
     ("def loss_sum(", "def sum_of_losses(", False),
     ("n_kv: Count", "n_kv: Steps", False),
+    ("from jax_extra import", "from my_extra import", False),
+    ("settings = config.model,", "settings = replace(config.model, norm_eps=0.5),", False),
+    ("if __name__ == '__main__':", "jax.nn.silu = jax.nn.relu\nif __name__ == '__main__':", False),
+    ("    target_count: f32[''] = jnp.maximum", "    target_count: f32[''] = 2 * jnp.maximum", True),
     ("loss_sum(model, training, bos_id, weights, batch))", "loss_sum(model, training, 0, weights, batch))", False),
 ])  # fmt: skip
 def test_which_changes_make_another_model(old, new, is_same):
@@ -178,7 +182,7 @@ def test_which_changes_make_another_model(old, new, is_same):
     the same, give it the new hash; else it needs the change too."""
     source = (ROOT / "train.py").read_text()
     assert old in source
-    kernels = program._of_rooms(program._hashes("train", ROOT / "train.py"), "kernels.")
+    kernels = program._of_rooms(program._hashes("train", ROOT / "train.py"), "kernels.", "jax_extra")
     record = {"module": "train", "source": source.replace(old, new) if old else source, "kernels": kernels}
     assert (program.model_parts({"program": record}) == program.TRAIN_PY) is is_same
 
