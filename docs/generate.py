@@ -2,6 +2,7 @@
 
     python -m docs.generate                  # all, three minutes on a core: `make docs`
     python -m docs.generate plans notebook   # those of these names
+    python -m docs.generate released         # runtime/released.json: which models are this project's own
 
 A block stands between `<!-- generated: NAME arguments -->` and `<!-- end -->`. Its function below gets the text that is
 there and the arguments, and returns what should be there. To add a row to a table of plans, write its first cell, and
@@ -11,7 +12,9 @@ generate. tests/docs/test_generated.py holds that generating changes nothing but
 
 import contextlib
 import functools
+import importlib
 import io
+import json
 import os
 import pathlib
 import re
@@ -22,6 +25,7 @@ import train
 import train_any
 from ledger.machines.roofline import roofline
 from ledger.pages.text import text as text_of_ledger
+from models import huggingface
 from runtime import program
 from runtime.config.command_line import load
 from runtime.terminal import RunError, wrapped
@@ -167,7 +171,17 @@ def executed_notebook():
     return nbformat.writes(nbclient.NotebookClient(notebook, resources=where, record_timing=False).execute())
 
 
+def released():
+    """runtime/released.json: what the two trainers' models are made of, and hashes of all files that compute one."""
+    trainers = {name: program.parts_of((ROOT / f"{name}.py").read_text()) for name in ("train", "train_any")}
+    families = [importlib.import_module(name) for name in huggingface.families().values()]
+    files = program.of_model(program.files_of("train_any", *families), "train_any")
+    return json.dumps({**trainers, "files": files}, indent=0, sort_keys=True) + "\n"
+
+
 def main(names):
+    if "released" in names:
+        program.RELEASED.write_text(released())
     if "notebook" in names:
         NOTEBOOK.write_text(executed_notebook() + "\n")
     for page in PAGES:
@@ -182,4 +196,4 @@ def main(names):
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "80"  # what a terminal has
-    main(sys.argv[1:] or [*FUNCTIONS, "notebook"])
+    main(sys.argv[1:] or [*FUNCTIONS, "notebook", "released"])

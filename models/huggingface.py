@@ -178,38 +178,31 @@ class Source:
         return config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
 
 
-def require_same_program(source: Source, at_hand: dict[str, str] | None, key: str) -> None:
-    """Raises RunError if the weights' trainer computes another model than the program that takes them.
+def require_same_program(source: Source, at_hand: dict[str, str] | None, key: str, *, is_published=False) -> None:
+    """Raises RunError if what the weights' program is made of is not what takes them: it may compute another model.
 
     Args:
-      at_hand: `program.model_parts` of the trainer that takes them; None: a family in models/ takes them.
+      at_hand: `program.model_of` the trainer that takes them; None: a family in models/ takes them.
       key: what a user may set to take them anyway.
+      is_published: they become files that another program reads as the family's.
     """
-    attributes, family = source.checkpoint.attributes, source.family
-    of_family = program.TRAIN_PY if family is not None and family.__name__ == "models.llama" else None
-    made_by = program.model_parts(attributes)
-    is_of_family = made_by is None or "family" in attributes
-    made_by, taken_by = of_family if is_of_family else made_by, at_hand or of_family
-    saved = (attributes.get("program") or {}).get("family")
-    is_changed = saved is not None and family is not None and saved != program.of_family(family)
-    if made_by in (None, taken_by) and not is_changed:
-        return
-    where = f"models/{family.__name__.rpartition('.')[2]}.py"
-    here = 'train.py here' if at_hand else where
-    what = f"forward pass and loss of the train.py of that run are not those of {here}"
-    if is_changed:
-        what = f"{where}, or what it imports from models/, has changed since that run"
-    elif is_of_family:
-        what = f"forward pass and loss of train.py here are not those of {where}"
-    if made_by not in (None, taken_by):
-        what += f" (different: {', '.join(program.changed(made_by, taken_by or {}))})"
-    where = source.checkpoint.path
-    raise RunError(f"{where}: {what}: if both compute the same model, add {key}; else docs/recipes/family.md")
+    attributes = source.checkpoint.attributes
+    trainer, made_by = "train_any" if "family" in attributes else program.DEFAULT, program.model_of(attributes)
+    is_own = at_hand is not None and made_by is not None and trainer == program.DEFAULT
+    expected = at_hand if is_own else program.released(trainer, source.family, is_published=is_published)
+    who, different = "the program of that run", program.changed(made_by, expected) if made_by else []
+    if not different and at_hand is not None and not is_own:
+        who, different = "train.py here", program.changed(program.released(program.DEFAULT, None), at_hand)
+    if different:
+        names = ", ".join(different[:8]) + " ..." * (len(different) > 8)
+        what = f"{who} is not {'train.py here' if is_own else 'that of models/'} (different: {names})"
+        fix = f"if the model is the same, add {key}; else docs/recipes/family.md"
+        raise RunError(f"{source.checkpoint.path}: {what}: {fix}")
 
 
 def is_like_train_py(attributes: dict[str, Any]) -> bool:
     """Whether the trainer is a copy of train.py without other keys of the model; see `require_same_program`."""
-    parts, family = program.model_parts(attributes), family_of("llama", "here")
+    parts, family = program.model_of(attributes), family_of("llama", "here")
     known = {field.name for field in dataclasses.fields(family.Model)}
     return parts is not None and "absent" not in parts.values() and attributes["config"]["model"].keys() <= known
 
@@ -418,7 +411,7 @@ def first_weights(config: Any, at_hand: dict[str, str] | None, threads: int = 16
     `ShapeDtypeStruct`s with shardings.
 
     Args:
-      at_hand: `program.model_parts` of the trainer that takes them.
+      at_hand: `program.model_of` the trainer that takes them.
     Raises:
       RunError: as in `require_same` and `require_same_program`.
     """
@@ -470,6 +463,12 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
     if others := sorted({f"weights/{leaf}" for leaf in rows} ^ weights_in(checkpoint).keys()):
         has = "has" if others[0] in checkpoint.arrays else "lacks"
         raise RunError(f"{checkpoint.path} is of another model than models/ computes: it {has} {others[0]}")
+    for leaf, places in rows.items():
+        shape = (*(max(at) + 1 for at in zip(*places)), *next(iter(places.values())).sizes.values())
+        if (saved := arrays[f"weights/{leaf}"].shape) != shape:
+            raise RunError(
+                f"{checkpoint.path} is of another model than its config says: {leaf} is {saved}, not {shape}"
+            )
     named = {row.name: (leaf, place, row) for leaf, places in rows.items() for place, row in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}

@@ -6,16 +6,16 @@ differences(checkpoint_attributes, record)       # ["what train is made of"]
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import io
+import json
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,27 +31,13 @@ DEFAULT = "train"
 # published files.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
-MODEL = ("forward", "loss_sum", "validation_step", "mapped_steps")  # functions of a trainer like train.py
-NO_MODEL = {"Config", "Training", "training_step"}  # which these reach, and which are mostly an optimizer's
-# `model_parts` of the train.py whose model is that of models/llama.py: tools refuse runs of another.
-TRAIN_PY = {
-    "LOSS_CHUNK": "d21acc52",
-    "Layer": "3c9a5f7a",
-    "Model": "71e2e528",
-    "TokenBatch": "2ae8d68e",
-    "Weights": "0ab391dc",
-    "act": "5a296e84",
-    "attention": "360d7137",
-    "forward": "aa2b6df9",
-    "imports": "3c41f376",
-    "kernels": "6139f3e6d7a3979a",
-    "loss_sum": "7bc54068",
-    "mapped_steps": "4c172e0d",
-    "module": "442bce32",
-    "rms_norm": "7814259e",
-    "rotary": "fd1b07df",
-    "validation_step": "c945e349",
-}
+ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
+# What these reach that is the optimizer's and the loop's. First values do not count either, but sizes do: what reads
+# the weights compares them.
+NO_MODEL = {"Training", "State", "Metrics", "init_state", "training_step"}
+RELEASED = (
+    ROOT / "runtime/released.json"
+)  # `model_of` train and train_any, as released; python -m docs.generate released
 LONGEST_GIT_S = 10.0
 
 
@@ -135,86 +121,117 @@ def of_command_line(arguments: Sequence[str]) -> Trainer:
 
 
 def recorded(config: Any) -> dict[str, Any]:
-    """The program that this config belongs to, as JSON values: its module's name and source, a hash of that file, one
-    of everything that it is made of, one of the family in models/ that the config names, and the commit."""
-    module = sys.modules[type(config).__module__]
+    """The program that this config belongs to, as JSON values: its module's name and source, a hash of each file that
+    it and the config's family in models/ are made of, by module, and the commit."""
+    module = sys.modules["__main__"]  # which may have the Config of another
+    if not hasattr(module, "mapped_steps"):
+        module = sys.modules[type(config).__module__]
     spec, file = getattr(module, "__spec__", None), Path(inspect.getfile(module)).resolve()
     name = (spec.name if spec else file.stem) if module.__name__ == "__main__" else module.__name__
     changes = _git(file.parent, "status", "--porcelain")
-    hashes, family = _hashes(name, file), sys.modules[type(getattr(config, "model", None)).__module__]
+    family = sys.modules[type(getattr(config, "model", None)).__module__]
     return {
         "module": name,
-        "file": hashes.pop(name),
-        "made_of": _hash(repr(hashes)),
-        "family": of_family(family) if family.__name__.startswith("models.") else None,
-        "kernels": _of_rooms(hashes, "kernels.", "jax_extra"),
+        "files": _hashes(name, file) | (_of_family(family) if family.__name__.startswith("models.") else {}),
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
     }
 
 
-def of_family(family: ModuleType) -> str:
-    """A hash of a family's file and of all that it imports from models/ and kernels/."""
-    return _of_rooms(_hashes(family.__name__, Path(inspect.getfile(family)).resolve()), "models.", "kernels.")
-
-
-def _of_rooms(hashes: dict[str, str], *rooms: str) -> str:
-    return _hash(repr({name: hashed for name, hashed in hashes.items() if name.startswith(rooms)}))
-
-
-def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """`model_parts_of` the source that a checkpoint keeps, which is not run, and its kernels; None: it keeps none."""
+def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:
+    """What the model of a checkpoint's program is made of, as `released`; None: the attributes name no program."""
     if (record := _record(attributes)) is None:
         return None
-    kernels = record.get("kernels", TRAIN_PY["kernels"])  # earlier versions did not record them
-    return {**model_parts_of(record["source"]), "kernels": kernels}
+    return {**parts_of(record["source"]), **of_model(record.get("files", {}), record["module"])}
 
 
-def model_parts_of(source: str) -> dict[str, str]:
-    """The model that a trainer like train.py computes: a hash of each function, class and constant of its file that
-    MODEL reaches by name, as `_tokens`; of where the names are from that these import; of all other statements."""
-    defined, imported, others = dict[str, ast.stmt](), dict[str, str](), list[ast.stmt]()
+def released(trainer: str, family: ModuleType | None, *, is_published: bool = False) -> dict[str, str]:
+    """What the model of train or train_any is made of: its file's `parts_of` as released; and hashes of the files that
+    it and a family import, as they are here. is_published: those too as released, if they were."""
+    here = files_of(trainer, *([family] if family and trainer != DEFAULT else []))
+    known = json.loads(RELEASED.read_text(encoding="utf-8"))
+    files = {name: known["files"].get(name, hashed) for name, hashed in here.items()} if is_published else here
+    return {**known[trainer], **of_model(files, trainer)}
+
+
+def of_model(files: Mapping[str, str], trainer: str) -> dict[str, str]:
+    """Of the trainer's file its parts count; of train.py the others take types and the optimizer's arithmetic."""
+    return {name: hashed for name, hashed in files.items() if name not in (trainer, DEFAULT, "optimizers")}
+
+
+def files_of(trainer: str, *families: ModuleType) -> dict[str, str]:
+    """Hashes by module of all that train or train_any, and families, are made of, as they are here."""
+    files = _hashes(trainer, ROOT / f"{trainer}.py")
+    for family in families:
+        files |= _of_family(family)
+    return files
+
+
+def _of_family(family: ModuleType) -> dict[str, str]:
+    return _hashes(family.__name__, Path(inspect.getfile(family)).resolve())
+
+
+def parts_of(source: str) -> dict[str, str]:
+    """The model that a trainer's file computes: hashes, by name, of its functions, classes and constants that ROOTS
+    reach, but for NO_MODEL; of other statements, by their beginning; and where the names are from that these import."""
+    defined, imported, left = dict[str, list[ast.stmt]](), dict[str, str](), dict[str, list[ast.stmt]]()
     for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            defined[node.name] = node
-        elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
-            defined |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            where = getattr(node, "module", "")
-            imported |= {alias.asname or alias.name.partition(".")[0]: f"{where}.{alias.name}" for alias in node.names}
-        elif not isinstance(node, ast.AugAssign):  # DECAYED |= ...
-            others.append(node)
-    tokens = _tokens(source)
-
-    def hashed(node: ast.stmt) -> str:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        texts = [text for line, text in tokens if first <= line <= (node.end_lineno or first)]
-        return _hash("".join(texts).lstrip("\b"))[:8]  # without what ends the statement before
-
-    parts, origins = {name: "absent" for name in MODEL if name not in defined}, set[str]()
-    left = {name for name in MODEL if name in defined}
+        names = _bound(node)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            where = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+            imported |= {name: where + alias.name for name, alias in zip(names, node.names)}
+        elif _only_defines(node) and not imported.keys() & names:
+            for name in names:
+                defined.setdefault(name, []).append(node)
+        else:
+            name = node.name if isinstance(node, ast.ClassDef) else ast.unparse(node).partition("\n")[0][:50]
+            left.setdefault(name, []).append(node)
+    parts, left = dict[str, str](), left | {name: defined.get(name, []) for name in ROOTS}
     while left:
-        node = defined[name := left.pop()]
-        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-        parts[name] = hashed(node)
-        left |= names & defined.keys() - parts.keys() - NO_MODEL
-        origins |= {f"{inner} is {imported[inner]}" for inner in names & imported.keys()}
-    parts |= {"imports": _hash(repr(sorted(origins)))[:8], "module": _hash(repr(list(map(hashed, others))))[:8]}
+        name, nodes = left.popitem()
+        parts[name] = _hash("".join(map(_dumped, nodes)))[:8] if nodes else "absent"
+        used = {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)} | {"*"}
+        left |= {inner: defined[inner] for inner in used & defined.keys() - parts.keys() - NO_MODEL}
+        parts |= {f"{inner} from {imported[inner]}": "" for inner in used & imported.keys()}
     return dict(sorted(parts.items()))
 
 
+def _bound(node: ast.stmt) -> list[str]:
+    """The names to which a statement at the top level gives a value, or an item."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", ast.Pass())]
+    return [inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+
+
+def _only_defines(node: ast.stmt) -> bool:
+    """Whether a statement at the top level has no effect but names for a function or a constant."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)  # a docstring
+    if isinstance(node, ast.FunctionDef):
+        decorators = map(ast.unparse, node.decorator_list)
+        return all(re.match(r"typed$|functools.cache$|jax.named_scope\('", decorator) for decorator in decorators)
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        with contextlib.suppress(ValueError, TypeError):
+            ast.literal_eval(node.value or ast.Constant(None))
+            return True
+    return isinstance(node, ast.ClassDef) and node.name in NO_MODEL
+
+
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """What differs between the program that saved a checkpoint with these attributes and the one with this record:
-    module, file, or what it is made of. Empty where the attributes name no program."""
+    """What differs between the program that saved a checkpoint with these attributes and the one with this record: its
+    module, or of what it is made of. Empty where the attributes name no program."""
     before, name = _record(attributes), record["module"]
     if before is None:
         return []
     if before["module"] != name:
         return [f"{before['module']} -> {name}"]
-    texts = {"file": name, "made_of": f"what {name} is made of", "family": "the model's family in models/"}
-    known = {"family": record["family"], **before}  # earlier versions recorded none, or none of the three
-    return [text for key, text in texts.items() if known.get(key) != record[key]]
+    if "files" not in before:  # an earlier version's, which hashed other text
+        return [f"what {name} is made of"]
+    return changed(before["files"], record["files"])
 
 
 def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -249,7 +266,10 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
     while left:
         module, path = left.popitem()
         hashes[module], names = _hash_and_imports(path.read_text(encoding="utf-8"))
-        for imported in names:
+        for level, imported in names:
+            if level:
+                package = module.split(".")[: (path.stem == "__init__") - level or None]
+                imported = ".".join([*package, imported])
             room = imported.partition(".")[0]
             is_left_out = imported in NO_MATHEMATICS or room in NO_MATHEMATICS
             if imported in hashes or is_left_out or (is_installed and room not in MATHEMATICS):
@@ -262,32 +282,27 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
 
 
 @functools.cache  # for processes that make several runs, like tests: a trainer has some forty files
-def _hash_and_imports(source: str) -> tuple[str, list[str]]:
-    """A hash of the code, as `_tokens`; and the modules, or names in them, that it imports."""
-    names = list[str]()
-    for node in ast.walk(ast.parse(source)):
+def _hash_and_imports(source: str) -> tuple[str, list[tuple[int, str]]]:
+    """A hash of the code, and the modules, or names in them, that it imports, each after the dots before it."""
+    tree, names = ast.parse(source), list[tuple[int, str]]()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return _hash("".join(text for _, text in _tokens(source))), names
+            names += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            where = [node.module] if node.module else []
+            names += [(node.level, ".".join([*where, *name])) for name in ([], *([each.name] for each in node.names))]
+    return _hash(_dumped(tree)), [(level, name) for level, name in names if name]
 
 
-def _tokens(source: str) -> list[tuple[int, str]]:
-    """The lines and texts of a program's tokens, without comments, docstrings, spaces and line breaks in statements."""
-    marks, left_out = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}, set[int]()
-    for node in ast.walk(ast.parse(source)):
+def _dumped(tree: ast.AST) -> str:
+    """The code as its syntax tree: without comments, docstrings and how it is laid out."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            left_out |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
-    return [
-        (line, marks.get(kind, "".join(text.split())))
-        for kind, text, (line, _), _, _ in tokenize.generate_tokens(io.StringIO(source).readline)
-        if kind not in (tokenize.COMMENT, tokenize.NL) and line not in left_out
-    ]
+            node.body = node.body[1:]
+    return re.sub(r", (type_params=\[\]|Constant\(value=''\)(?=\]\)))", "", ast.dump(tree))  # of Python 3.12 alone
 
 
 def _hash(text: str) -> str:
-    text = re.sub(r"([{}])\1+", r"\1", text)  # of an f-string's braces Python 3.11 has two where later ones have one
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -118,7 +118,7 @@ class Run:
 
     Args:
       batch_type: has the fields of `runtime.data.batches.Batch`.
-      first_weights: opens `initial_weights` for a run without a checkpoint, given the `program.model_parts` of its
+      first_weights: opens `initial_weights` for a run without a checkpoint, given the `program.model_of` of its
         trainer. It checks that they fit, and returns their path and a function that reads them into a tree of
         `ShapeDtypeStruct`s with shardings; None: they are not the first weights of this state.
       about: more attributes of each checkpoint, JSON values; the run does not go on from a checkpoint with others.
@@ -163,8 +163,8 @@ class Run:
             # The configuration, and checkpoints, pages and trackers, which repeat it, may hold a secret.
             opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: no checkpoint waits for a tracker.
-            parts = program.model_parts({"program": self._program}) or {}
-            is_known = "family" in self._about or parts == program.TRAIN_PY
+            model, released = program.model_of({"program": self._program}) or {}, program.released("train", None)
+            is_known = "family" in self._about or model == released
             followers = Followers(self._config, self.folder, is_leader=self._is_leader, is_known=is_known)
             self._followers = opened.enter_context(followers)
             tokenizer = self._open_data(opened)
@@ -176,7 +176,7 @@ class Run:
             self.validation_data.begin()
             if self._is_leader:
                 self._describe(tokenizer)
-            is_changed = parts.get("attention", program.TRAIN_PY["attention"]) != program.TRAIN_PY["attention"]
+            is_changed = model.get("attention", released["attention"]) != released["attention"]
             if is_changed and getattr(self._config.model, "attention", "einsum") != "einsum":
                 self.say("note: attention() was changed, but a kernel may run in its place: see model.attention")
             self._open = opened.pop_all()
@@ -220,7 +220,7 @@ class Run:
     def _open_first_weights(self) -> None:
         if self._first_weights is None:
             raise RunError("initial_weights: this trainer's main was started without a function that reads them")
-        path, self._read = self._first_weights(program.model_parts({"program": self._program}))
+        path, self._read = self._first_weights(program.model_of({"program": self._program}))
         if self._read is not None:
             self.say(f"the first weights are those of {path}")
 

@@ -78,8 +78,8 @@ def test_what_imports_train_py_still_does(title, tmp_path):
     copy_of_the_repository(tmp_path)
     (tmp_path / "train.py").write_text(recipe(title, tmp_path))
     programs = "train_any, tools.generate, tools.serve, tools.score, tools.convert, tools.embed, tools.plan"
-    record = "{'module': 'train', 'source': open('train.py').read()}"
-    is_another = f"program.model_parts({{'program': {record}}}) != program.TRAIN_PY"
+    made_of = "program.parts_of(open('train.py').read()).items()"
+    is_another = f"not {made_of} <= program.released('train', None).items()"
     code = f"import {programs}; from runtime import program; assert {is_another}"
     run_in(tmp_path, [sys.executable, "-c", code])
 

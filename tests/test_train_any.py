@@ -352,17 +352,18 @@ def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, mon
     assert f"was trained from other weights than those that are now in {FOLDER}/llama" in capsys.readouterr().err
 
 
-def test_a_family_that_has_changed_is_refused(lora_run, start, capsys, monkeypatch, tmp_path):
+def test_a_family_that_has_changed_is_refused(lora_run, start, capsys, monkeypatch, pool):
     """By a run that resumes, by one that begins from its weights, and by tools that take them."""
-    monkeypatch.setattr(program, "of_family", lambda family: "0123456789abcdef")
+    of_family = program._of_family
+    monkeypatch.setattr(program, "_of_family", lambda family: of_family(family) | {"models.llama": "of another"})
     keys = ["lora.rank=2", "lora.alpha=6", "lora.targets=w_.*", "lora.dropout=0.2", "mesh.d=2", "training.steps=5"]
     assert start("lora", *keys) == 1
-    assert "the program: the model's family in models/\n" in capsys.readouterr().err
-    changed = "models/llama.py, or what it imports from models/, has changed since that run: if both compute the same "
+    assert "the program: models.llama\n" in capsys.readouterr().err
+    changed = "the program of that run is not that of models/ (different: models.llama): if the model is the same, "
     assert start("next", f"initial_weights={lora_run}") == 1
-    assert f"{changed}model, add allow_config_change=true" in capsys.readouterr().err
-    with pytest.raises(RunError, match=re.escape(f"{changed}model, add allow_program_change=true")):
-        tools_convert.main(tools_convert.Convert(from_=str(lora_run), to=str(tmp_path / "published")))
+    assert f"{changed}add allow_config_change=true" in capsys.readouterr().err
+    with pytest.raises(RunError, match=re.escape(f"{changed}add this")):
+        huggingface.require_same_program(huggingface.open_weights(lora_run, pool), None, "this")
 
 
 def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):

@@ -93,7 +93,8 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
 def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
     say(f"checkpoint {checkpoint.path}")
     for key, value in described(checkpoint).items():
-        say(f"  {key}: {json.dumps(value)}")
+        if not key.startswith("program.files."):
+            say(f"  {key}: {json.dumps(value)}")
     rows, values, size = [("leaf", "dtype", "shape", "size", "norm", "")], 0, 0
     for name in sorted(checkpoint.arrays):
         leaf = read_leaf(checkpoint, name, pool)
@@ -135,7 +136,7 @@ def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoo
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The attributes by their paths, without the program's source, whose hash is there."""
+    """The attributes by their paths, without the program's source, of whose files hashes are there."""
     return {key: value for key, value in flat(checkpoint.attributes).items() if key != "program.source"}
 
 

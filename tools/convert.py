@@ -62,7 +62,7 @@ def main(config: Convert) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         source = open_weights(config.from_, pool)
         if source.family is not None and not config.allow_program_change:
-            require_same_program(source, None, "allow_program_change=true")
+            require_same_program(source, None, "allow_program_change=true", is_published=True)
         kind = (source.config or {}).get("model_type", name_of(source))
         if config.adapter:
             with written_whole(to) as folder:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -11,6 +12,7 @@ import pytest
 import small
 from several_hosts import where
 
+from docs import generate
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.data.sources import keep_tokenizer, kept_tokenizer
@@ -76,8 +78,10 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     assert start(monkeypatch, changed, folder, "training.steps=4", "allow_config_change=true") == 0
     printed = capsys.readouterr().out
     assert "  the program: my_trainer\n" in printed and "does not say which program" not in printed
-    assert program.model_parts(attributes_of(folder / "run")) not in (None, program.TRAIN_PY)
-    assert program.model_parts({}) is None
+    assert program.changed(program.model_of(attributes_of(folder / "run")), program.released("train", None)) == [
+        "forward"
+    ]
+    assert program.model_of({}) is None
     assert start(monkeypatch, program.load("train"), folder, "training.steps=6") == 1
     assert "the program: my_trainer -> train\n" in capsys.readouterr().err
 
@@ -86,7 +90,7 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     assert (
         kept == {**first["program"], "source": text} and kept["module"] == second["program"]["module"] == "my_trainer"
     )
-    assert first["program"]["made_of"] == second["program"]["made_of"]
+    assert program.changed(first["program"]["files"], second["program"]["files"]) == ["my_trainer"]
 
 
 def test_the_commit_and_local_changes(tmp_path):
@@ -112,13 +116,38 @@ def test_what_counts_as_a_change(folder):
         return program.recorded(importlib.import_module("my_trainer").Config())
 
     before = recorded('"""Says."""', "def f():\n    'Is.'\n    return (1,\n     2)  # why\n")
-    same, made_of = "def f():\n    'Was.'\n    return (1, 2)\n", "what my_trainer is made of"
-    cases = {("# why", same): [], ("x = 1", same): ["my_trainer"], ("", same.replace("2", "3")): [made_of]}
+    same = "def f():\n    'Was.'\n    return (1, 2)\n"
+    cases = {("# why", same): [], ("x = 1", same): ["my_trainer"], ("", same.replace("2", "3")): ["two"]}
     for sources, differences in cases.items():
         assert program.differences({"program": before}, recorded(*sources)) == differences
-    earlier = {"module": "my_trainer", "source": before["source"], "files": {"my_trainer": before["file"]}}
-    assert program.differences({"program": earlier}, before) == ["my_trainer", made_of]
+    earlier = {"module": "my_trainer", "source": before["source"], "file": "0123456789abcdef"}
+    assert program.differences({"program": earlier}, before) == ["what my_trainer is made of"]
     assert program.differences({}, before) == []
+
+
+def test_imports_from_its_own_package(tmp_path):
+    """Are followed as those by their names are."""
+    for name, text in {
+        "exp/mine.py": "from .einops import f\nfrom . import two",
+        "exp/einops.py": "from .sub import x",
+        "exp/two.py": "",
+        "exp/sub/__init__.py": "from . import three\nfrom ..four import y",
+        "exp/sub/three.py": "",
+        "exp/four.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    names = ["exp.einops", "exp.four", "exp.mine", "exp.sub", "exp.sub.three", "exp.two"]
+    assert list(program._hashes("exp.mine", tmp_path / "exp/mine.py")) == names
+
+
+def test_the_program_that_is_started_is_recorded(tmp_path):
+    """Also where it takes the Config of another."""
+    text = "import train\nfrom runtime import program\nfrom train import mapped_steps\n"
+    (tmp_path / "mine.py").write_text(f"{text}print(program.recorded(train.Config.__new__(train.Config))['module'])")
+    command, env = [sys.executable, "-m", "mine"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "mine\n"
 
 
 def test_the_family_is_part_of_the_program(monkeypatch, tmp_path):
@@ -134,7 +163,7 @@ def test_the_family_is_part_of_the_program(monkeypatch, tmp_path):
         (tmp_path / "models/layers.py").write_text(f"from models import huggingface\n{layers}\n")
         (tmp_path / "models/huggingface.py").write_text(reader)
         (tmp_path / "train.py").write_text(train)
-        return program.of_family(family)
+        return str(program.of_model(program._of_family(family), "train_any"))
 
     assert hashed() == hashed("x = 1  # why") == hashed(train="z = 2") == hashed(reader="u = 2")
     assert len({hashed(), hashed("x = 2"), hashed(layers="y = 2")}) == 3
@@ -162,29 +191,54 @@ def test_the_command_line_names_the_program():
         program.of_command_line(["program=no_such"])
 
 
-@pytest.mark.parametrize("old, new, is_same", [
-    ("", "", True),
-    ("vocab: Count  #", "vocab:  Count  # or", True),  # a comment
-    ("def learning_rate(", "def rate_of_learning(", True),  # of the optimizer
-    ("jax.nn.silu(gate)", "jax.nn.gelu(gate)", False),
-    ("LOSS_CHUNK = 256", "LOSS_CHUNK = 128", False),
-    ("rms_norm", "layer_norm", False),
-    ("def loss_sum(", "def sum_of_losses(", False),
-    ("n_kv: Count", "n_kv: Steps", False),
-    ("from jax_extra import", "from my_extra import", False),
-    ("settings = config.model,", "settings = replace(config.model, norm_eps=0.5),", False),
-    ("if __name__ == '__main__':", "jax.nn.silu = jax.nn.relu\nif __name__ == '__main__':", False),
-    ("    target_count: f32[''] = jnp.maximum", "    target_count: f32[''] = 2 * jnp.maximum", True),
-    ("loss_sum(model, training, bos_id, weights, batch))", "loss_sum(model, training, 0, weights, batch))", False),
+GUARD = "if __name__ == '__main__':"
+SETS_A_KERNEL = "KERNELS['einsum'] = None"
+
+
+@pytest.mark.parametrize("old, new, different", [
+    ("", "", []),
+    # The optimizer's, what is logged, first values, and how the file is laid out.
+    ("vocab: Count  #", "vocab:  Count  # or", []),
+    ("act = ComputeType('act', jnp.bfloat16)", 'act = ComputeType(  # what is\n    "act",\n    jnp.bfloat16,\n)', []),
+    ("def learning_rate(", "def rate_of_learning(", []),
+    ("    target_count: f32[''] = jnp.maximum", "    target_count: f32[''] = 2 * jnp.maximum", []),
+    ("class Metrics:", "class Metrics:\n    another: f32['']\n", []),
+    ("DECAYED |=", "BETAS, EPSILON = (0.9, 0.99), 1e-8\nDECAYED['embed'] = 1.0\nDECAYED |=", []),
+    ("import functools", "import functools\nimport logging", []),
+    (GUARD, "def lion_step(x):\n    return x\n\n\n" + GUARD, []),
+    # The model.
+    ("jax.nn.silu(gate)", "jax.nn.gelu(gate)", ["forward"]),
+    ("LOSS_CHUNK = 256", "LOSS_CHUNK = 128", ["LOSS_CHUNK"]),
+    ("rms_norm", "layer_norm", ["forward", "layer_norm", "rms_norm"]),
+    ("n_kv: Count", "n_kv: Steps", ["Model", "Steps from"]),
+    ("from jax_extra import", "from my_extra import", ["explicit_activation_checkpointing from"]),
+    ("settings = config.model,", "settings = replace(config.model, norm_eps=0.5),", ["mapped_steps", "replace from"]),
+    ("(model, training, bos_id, weights, batch))", "(model, training, 0, weights, batch))", ["validation_step"]),
+    ("mapped_steps(config, run.data.bos_id)", "mapped_steps(config, 7)", ["main"]),
+    ("class Config(RunConfig):", "class Config(RunConfig):\n    def __post_init__(self):\n        pass\n", ["Config"]),
+    # What is done while the file is read.
+    (GUARD, "jax.nn.silu = jax.nn.relu\n" + GUARD, ["jax.nn.silu = jax.nn.relu"]),
+    (GUARD, "KERNELS |= {}\n" + GUARD, ["KERNELS |= {}"]),
+    (GUARD, f"{SETS_A_KERNEL}\n{GUARD}", [SETS_A_KERNEL]),
+    (GUARD, "_silu = setattr(jax.nn, 'silu', None)\n" + GUARD, ["_silu = setattr"]),
+    (GUARD, "class Patch:\n    print()\n\n\n" + GUARD, ["Patch"]),
+    (GUARD, "@register('einsum')\ndef mine():\n    pass\n\n\n" + GUARD, ["@register('einsum')"]),
+    (GUARD, "from mine import *\n" + GUARD, ["* from mine.*"]),
+    ('section 4)."""', 'section 4)."""; scale = scale + 1.0', ["rms_norm"]),
 ])  # fmt: skip
-def test_which_changes_make_another_model(old, new, is_same):
-    """models/huggingface.py says which train.py's model models/llama.py computes: if this fails and both still compute
-    the same, give it the new hash; else it needs the change too."""
+def test_which_changes_make_another_model(old, new, different):
+    """What the model is made of differs in these names, whose beginnings are given."""
     source = (ROOT / "train.py").read_text()
     assert old in source
-    kernels = program._of_rooms(program._hashes("train", ROOT / "train.py"), "kernels.", "jax_extra")
-    record = {"module": "train", "source": source.replace(old, new) if old else source, "kernels": kernels}
-    assert (program.model_parts({"program": record}) == program.TRAIN_PY) is is_same
+    parts = program.parts_of(source.replace(old, new) if old else source)
+    found = program.changed(json.loads(program.RELEASED.read_text())["train"], parts)
+    assert len(found) >= len(different) and all(map(str.startswith, found, different)), found
+    assert bool(found) is bool(different)
+
+
+def test_what_is_released_is_what_is_here():
+    """If this fails and the trainers still compute the models of models/: python -m docs.generate released."""
+    assert generate.released() == program.RELEASED.read_text()
 
 
 def test_a_newer_python_hashes_the_same(tmp_path):

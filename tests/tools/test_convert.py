@@ -18,6 +18,7 @@ from reference import random_weights
 from safetensors.numpy import load_file, save_file
 
 from models import foreign, huggingface, layers, safetensors
+from runtime import program
 from runtime.checkpoints.checkpoint import read_leaf
 from runtime.checkpoints.directory import Checkpoints
 from runtime.config.rebuild import as_tree
@@ -28,7 +29,7 @@ from shardlib.mesh import make_mesh
 from tools import convert
 
 GOLDEN = ROOT / "tests/models/golden"
-OF_TRAIN_PY = {"module": "train", "source": (ROOT / "train.py").read_text()}
+OF_TRAIN_PY = {"module": "train", "source": (ROOT / "train.py").read_text(), "files": program.files_of("train")}
 
 
 @pytest.fixture
@@ -132,18 +133,35 @@ def test_a_run_with_other_weights_is_not_published(run, tmp_path):
 def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
     """As a run of train.py is, where its model is the same; another forward pass is named, another key is of no
     family."""
-    source = OF_TRAIN_PY["source"].replace("def adamw_update", "def my_update")
-    save_run(tmp_path / "same", {"module": "my_train", "source": source})
+    source, files = OF_TRAIN_PY["source"].replace("def adamw_step", "def my_step"), OF_TRAIN_PY["files"]
+    mine = {"module": "my_train", "source": source, "files": files | {"my_train": "0123456789abcdef"}}
+    save_run(tmp_path / "same", mine)
     assert run(tmp_path / "same", tmp_path / "out")[0] == 0
     assert "llama" in (tmp_path / "out/config.json").read_text()
-    save_run(tmp_path / "other", {"module": "my_train", "source": source.replace("jax.nn.silu", "jax.nn.relu")})
+    save_run(tmp_path / "other", mine | {"source": source.replace("jax.nn.silu", "jax.nn.relu")})
     status, said = run(tmp_path / "other", tmp_path / "no")
     assert status == 1 and "(different: forward)" in said and "allow_program_change=true" in said
     assert run(tmp_path / "other", tmp_path / "allowed", "allow_program_change=true")[0] == 0
-    save_run(tmp_path / "kernel", {"module": "my_train", "source": source, "kernels": "of another attention"})
-    assert "(different: kernels)" in run(tmp_path / "kernel", tmp_path / "no")[1]
-    save_run(tmp_path / "keys", {"module": "my_train", "source": source}, new_key=1)
+    for name in ("kernels.attention", "shardlib.shardops", "my_layers"):
+        save_run(tmp_path / name, mine | {"files": mine["files"] | {name: "of another"}})
+        assert f"(different: {name})" in run(tmp_path / name, tmp_path / "no")[1]
+    save_run(tmp_path / "keys", mine, new_key=1)
     assert "is of no family in models/" in run(tmp_path / "keys", tmp_path / "no")[1]
+
+
+def test_a_run_with_other_sizes_is_not_published(run, tmp_path):
+    """As where init_state makes more rows than the config says; not even where the user says it is the same model."""
+    save_run(tmp_path / "run", OF_TRAIN_PY, vocab=small.MODEL.vocab // 2)
+    status, said = run(tmp_path / "run", tmp_path / "out", "allow_program_change=true")
+    assert status == 1 and "is of another model than its config says: embed is (" in said
+
+
+def test_a_file_of_the_project_that_was_changed_in_place(run, tmp_path, monkeypatch):
+    """Its model is no published one, although the run's program is the one that is here."""
+    changed = OF_TRAIN_PY["files"] | {"shardlib.shardops": "of another"}
+    monkeypatch.setattr(program, "files_of", lambda *_: changed)
+    save_run(tmp_path / "run", OF_TRAIN_PY | {"files": changed})
+    assert "(different: shardlib.shardops)" in run(tmp_path / "run", tmp_path / "out")[1]
 
 
 def test_a_capacity_is_not_published(run, tmp_path, monkeypatch):
