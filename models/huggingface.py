@@ -51,8 +51,6 @@ UNUSED = re.compile(
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
 LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once
-# Programs whose weights have a family's names; those after the first are older versions of train_any.py.
-TRAINERS = ("train", "train_at_scale", "train_pipeline")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,13 +198,6 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
         raise RunError(f"{source.checkpoint.path}: {what}: {fix}")
 
 
-def is_like_train_py(attributes: dict[str, Any]) -> bool:
-    """Whether the trainer is a copy of train.py without other keys of the model; see `require_same_program`."""
-    parts, family = program.model_of(attributes), family_of("llama", "here")
-    known = {field.name for field in dataclasses.fields(family.Model)}
-    return parts is not None and "absent" not in parts.values() and attributes["config"]["model"].keys() <= known
-
-
 @functools.cache
 def families() -> dict[str, str]:
     """The module of each model_type: the files of models/ that say their KIND. They are imported late, since a family
@@ -225,7 +216,7 @@ def family_of(name: str, where: str) -> ModuleType:
 
 
 def as_family(keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family that computes the model of one of TRAINERS, and its keys, but for those of how it is computed."""
+    """The family of a model of train.py, or of earlier trainers, and its keys but for those of how it is computed."""
     model = {key: value for key, value in keys.items() if key not in ("context", "fp8")}
     if model.get("experts"):
         # The weight of a single expert is its probability.
@@ -251,15 +242,16 @@ def open_weights(path: str, pool: Executor) -> Source:
             return importlib.import_module("models.foreign").open_meta(folder)
     checkpoint = averaged(open_newest(str(path), pool))
     attributes = checkpoint.attributes
-    config, program = attributes.get("config") or {}, attributes.get("program") or {}
+    config = attributes.get("config") or {}
     if not isinstance(config.get("model"), dict):
         raise RunError(f"checkpoint {checkpoint.path} does not say which model it is of: another program wrote it")
     folder, model = Path(checkpoint.path).parents[1], config["model"]
     name = attributes.get("family") or config.get("family")
-    if name is None and (program.get("module", "train") in TRAINERS or is_like_train_py(attributes)):
-        name, model = as_family(model)
     if name is None:
-        return Source(checkpoint, None, model, folder)
+        name, known = as_family(model)
+        if not known.keys() <= {field.name for field in dataclasses.fields(family_of(name, "").Model)}:
+            return Source(checkpoint, None, model, folder)
+        model = known
     family = family_of(name, checkpoint.path)
     model = rebuild(family.Model, model, Origins(checkpoint.path))
     source = Source(checkpoint, family, model, folder, attributes.get("published"))
@@ -454,7 +446,7 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
     """
     family, model = source.family, source.model
     if family is None:
-        raise RunError(f"{source.checkpoint.path} is of no family in models/: it cannot be published")
+        raise RunError(f"{source.checkpoint.path} is of no family in models/: write one (docs/recipes/family.md)")
     config = config_for(source, dtype) | (fields or {})
     target = family.model_of(Fields(config, "config.json"))
     arrays = scaled(source.checkpoint.arrays, rescaled(source, getattr(target, "logits_scale", 1.0)))

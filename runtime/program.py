@@ -32,8 +32,7 @@ DEFAULT = "train"
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
-# What these reach that is the optimizer's and the loop's. First values do not count either, but sizes do: what reads
-# the weights compares them.
+# What is the optimizer's and the loop's, and first values, whose sizes are compared by what reads them.
 NO_MODEL = {"Training", "State", "Metrics", "init_state", "training_step"}
 RELEASED = (
     ROOT / "runtime/released.json"
@@ -269,7 +268,7 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
         for level, imported in names:
             if level:
                 package = module.split(".")[: (path.stem == "__init__") - level or None]
-                imported = ".".join([*package, imported])
+                imported = ".".join([*package, *filter(None, [imported])])
             room = imported.partition(".")[0]
             is_left_out = imported in NO_MATHEMATICS or room in NO_MATHEMATICS
             if imported in hashes or is_left_out or (is_installed and room not in MATHEMATICS):
@@ -289,9 +288,9 @@ def _hash_and_imports(source: str) -> tuple[str, list[tuple[int, str]]]:
         if isinstance(node, ast.Import):
             names += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            where = [node.module] if node.module else []
-            names += [(node.level, ".".join([*where, *name])) for name in ([], *([each.name] for each in node.names))]
-    return _hash(_dumped(tree)), [(level, name) for level, name in names if name]
+            base = node.module or ""
+            names += [(node.level, name.strip(".")) for name in (base, *(f"{base}.{each.name}" for each in node.names))]
+    return _hash(_dumped(tree)), names
 
 
 def _dumped(tree: ast.AST) -> str:

@@ -69,7 +69,7 @@ def devices(name: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
     try:
         described = topologies.get_topology_desc(**topology).devices
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        raise CannotCompile(f"{name}: {_first_line(error)}") from error
+        raise CannotCompile(f"{name}: {str(error).strip().splitlines()[0]}") from error
     if len(described) != hosts * devices_per_host:
         raise CannotCompile(f"{name}: {topology} has {len(described)} devices, not {hosts * devices_per_host}")
     return list(described)
@@ -118,7 +118,3 @@ def _bytes_line(text: str) -> str:
     """The sentence with the bytes, out of XLA's pages about a program that is too large."""
     match = re.search(r"[^.\n]*(?:[Uu]sed|[Nn]eeds?|allocat)\w*[^\n]*?\d[\d.]*\s*[KMG]?i?B?\b[^\n]*", text)
     return (match[0] if match else text.splitlines()[0]).strip().removeprefix("RESOURCE_EXHAUSTED: ")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -45,6 +45,7 @@ TABLES = {
 def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
     """The whole page; without a roofline, where the hardware is not known, it does not say how long a step takes."""
     lines = sums(ledger)
+    of_time = [contents.times(roofline), contents.sendings(roofline)] if roofline else []
     return render(
         "ledger.html",
         title=f"{ledger.source}: what a training step costs",
@@ -61,16 +62,12 @@ def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
         elsewhere=sorted(place for place in lines if place.rpartition(":")[0] not in ledger.texts),
         details=details(ledger, all_lines(lines)),
         kinds=contents.held(ledger, ledger.memory.bytes).parts,
-        tables=[contents.at_peak(ledger), contents.sent(ledger), *_of_time(roofline)],
+        tables=[contents.at_peak(ledger), contents.sent(ledger), *of_time],
         advice=contents.advice(ledger),
         roofline=roofline,
         diagram=roofline and roofs.diagram(roofline),
         assumptions=ASSUMPTIONS,
     )
-
-
-def _of_time(roofline: Roofline | None) -> list[Table]:
-    return [contents.times(roofline), contents.sendings(roofline)] if roofline else []
 
 
 # -- What each line costs ----------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid]
         chunk = chunk_shape(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
         grids[name] = Grid(leaf.shape, leaf.dtype, chunk)
         shards += [(name, shard) for shard in leaf.addressable_shards if shard.replica_id == 0]
-    unfit = [f"  {name}: {grid.dtype}" for name, grid in grids.items() if not _storable(grid.dtype)]
+    storable = {name for name, grid in grids.items() if isinstance(grid.dtype, np.dtype) and grid.dtype.kind in "biufc"}
+    unfit = [f"  {name}: {grid.dtype}" for name, grid in grids.items() if name not in storable]
     if unfit:
         raise RunError(f"checkpoint {path}: zarr has no such type; save these in float32:\n" + "\n".join(unfit))
 
@@ -150,10 +151,6 @@ def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
         dim = next(i for i, size in enumerate(shape) if size > 1)
         shape[dim] //= next(n for n in range(2, shape[dim] + 1) if shape[dim] % n == 0)
     return tuple(shape)
-
-
-def _storable(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and dtype.kind in "biufc"
 
 
 def _file(number: tuple[int, ...]) -> str:

@@ -66,7 +66,8 @@ def compare(
         if old == new or key in UNIMPORTANT:
             continue
         line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
-        (refused if _is_fixed(key) else changes).append(line)
+        is_fixed = key not in FREE and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED)
+        (refused if is_fixed else changes).append(line)
     known = attributes.get("data", {})
     # An earlier program did not record the tokenizer.
     data = {name: value for name, value in data.items() if name != "tokenizer" or name in known}
@@ -94,7 +95,3 @@ def _other_order(position: Mapping[str, Any]) -> str:
     if len(layouts) > 1 or any(len(hosts) > 1 for hosts in layouts):
         return "a share of its documents for each host"
     return "a pass that begins within a row" if any(epoch for hosts in layouts for epoch, *_ in hosts) else ""
-
-
-def _is_fixed(key: str) -> bool:
-    return key not in FREE and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED)

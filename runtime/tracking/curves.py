@@ -132,7 +132,8 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
         rows.append(textwrap.wrap(name, LEGEND_WIDTH))
         # Colours and dashes come again, but the two together for no other line of a chart.
         dash += (index // len(COLOURS)) * len(metrics) if of_several else 0
-        line = {"color": COLOURS[colour % len(COLOURS)], "dash": _dash(dash), "width": 1.8}
+        pattern = f"{2 + dash}px,3px,{dash}px,3px" if dash else "solid"
+        line = {"color": COLOURS[colour % len(COLOURS)], "dash": pattern, "width": 1.8}
         shown = {"x": curve.step, "y": curve.value, "name": "<br>".join(map(escape, rows[-1])), "line": line}
         shown["mode"] = "lines+markers" if len(curve.step) < 3 else "lines"
         if curve.name.partition("/")[0] in NOISY and MEAN_OVER * len(curve.step) >= 4:
@@ -176,10 +177,6 @@ def _buttons(steps: list[list[int]], hours: list[list[float]]) -> dict[str, Any]
         ],
         **{"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 4}, "font": {"size": 11}},
     }
-
-
-def _dash(number: int) -> str:
-    return f"{2 + number}px,3px,{number}px,3px" if number else "solid"
 
 
 def _mean(values: list[float]) -> list[float]:

@@ -76,7 +76,7 @@ class _Graph:
                 self.nodes[computation.name, instruction.name] = node
                 together.setdefault(node, []).append((instruction, described))
         for node, same in together.items():
-            shapes = list(dict.fromkeys(_short(op.shape) for op, _ in same))
+            shapes = list(dict.fromkeys(op.shape if len(op.shape) <= 50 else op.shape[:47] + "..." for op, _ in same))
             shape = shapes[0] + (" and others" if len(shapes) > 1 else "")
             kind, title, place = same[0][1]
             times = f" ×{len(same)}" if len(same) > 1 else ""
@@ -171,10 +171,6 @@ class _Graph:
         if opcode == "opt-barrier":
             return [(computation, operands[0], index)]
         return [] if instruction.is_counter else [(computation, name, None) for name in operands]
-
-
-def _short(shape: str) -> str:
-    return shape if len(shape) <= 50 else shape[:47] + "..."
 
 
 def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
