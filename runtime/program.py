@@ -29,14 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
 # Rooms that a trainer computes with; and what does not change what it computes: other rooms, and what reads and writes
 # published files.
-MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
+MATHEMATICS = ("train", "optimizers", "pipeline", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
 # What is the optimizer's and the loop's, and first values, whose sizes are compared by what reads them.
 NO_MODEL = {"Training", "State", "Metrics", "init_state", "training_step"}
-RELEASED = (
-    ROOT / "runtime/released.json"
-)  # `model_of` train and train_any, as released; python -m docs.generate released
+RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
 LONGEST_GIT_S = 10.0
 
 
