@@ -240,6 +240,8 @@ def open_weights(path: str, pool: Executor) -> Source:
             return described(read_json(folder / "config.json"), safetensors.read(folder, UNUSED), folder)
         if os.path.exists(folder / "params.json"):
             return importlib.import_module("models.foreign").open_meta(folder)
+        if any(folder.glob("*.safetensors")):
+            raise RunError(f"{folder} has no config.json, which says what its weights are: give the whole folder")
     checkpoint = averaged(open_newest(str(path), pool))
     attributes = checkpoint.attributes
     config = attributes.get("config") or {}

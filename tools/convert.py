@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 import yaml
 
 from models.foreign import gguf_tokenizer
-from models.huggingface import Source, export, export_adapters, open_weights, require_same_program
+from models.huggingface import Source, export, export_adapters, open_weights, read_json, require_same_program
 from runtime.checkpoints.store import open_store
 from runtime.checkpoints.writing import write_copy
 from runtime.config import command_line
@@ -81,8 +81,9 @@ def main(config: Convert) -> None:
                 copy_tokenizer(source.folder, folder, begins=source.config is None)
             if capacity := getattr(source.model, "capacity", None):
                 print_error(
-                    f"model.capacity = {capacity}: the published model drops no tokens, as this one may", "note"
+                    f"model.capacity = {capacity}: this may drop tokens, the published model drops none", "note"
                 )
+            kind = read_json(to / "config.json")["model_type"]
     print(printable(f"{source.checkpoint.path} -> {to}: {kind}, {count(source):,} parameters"))
 
 

@@ -217,7 +217,7 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
     of_items = re.sub(r"\[\d+\]", "[]", section)
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == of_items]
     by_name = {other.rpartition(".")[2]: other for other in known}
-    if nearest := difflib.get_close_matches(name, siblings, n=1):
+    if nearest := difflib.get_close_matches(name, siblings, n=1) or [each for each in siblings if each.endswith(name)]:
         hint = f"the nearest is {f'{section}.{nearest[0]}'.lstrip('.')}"
     elif name in by_name:  # in another section
         hint = f"the nearest is {by_name[name]}"
