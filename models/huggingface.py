@@ -194,7 +194,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     if different:
         names = ", ".join(different[:8]) + " ..." * (len(different) > 8)
         what = f"{who} is not {'train.py here' if is_own else 'that of models/'} (different: {names})"
-        fix = f"if the model is the same, add {key}; else docs/recipes/family.md"
+        fix = f"if only the loop or the optimizer was changed, add {key}; else docs/recipes/family.md"
         raise RunError(f"{source.checkpoint.path}: {what}: {fix}")
 
 
@@ -204,7 +204,15 @@ def families() -> dict[str, str]:
     imports train.py, which imports this module."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     names = [f"models.{file.stem}" for file in files if re.search("^KIND = ", file.read_text("utf-8"), re.M)]
-    return {kind: name for name in names for kind in importlib.import_module(name).CONFIG.kinds}
+    by_kind = dict[str, str]()
+    for name in names:
+        family = importlib.import_module(name)
+        if family.Model.__module__ != name:
+            raise RunError(f"{name}: Model is that of {family.Model.__module__}: give it its own, class Model(...)")
+        for kind in family.CONFIG.kinds:
+            if by_kind.setdefault(kind, name) != name:
+                raise RunError(f"{by_kind[kind]} and {name} are both of the kind {kind}: give one of them another")
+    return by_kind
 
 
 def family_of(name: str, where: str) -> ModuleType:

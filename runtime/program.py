@@ -33,7 +33,8 @@ MATHEMATICS = ("train", "optimizers", "pipeline", "models", "shardlib", "kernels
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
 # What is the optimizer's and the loop's, and first values, whose sizes are compared by what reads them.
-NO_MODEL = {"Training", "State", "Metrics", "init_state", "training_step"}
+NO_MODEL = {"Training", "State", "Metrics", "MixtureMetrics", "init_state", "training_step"}
+QUIET = r"(typed|functools.cache|pytree_dataclass)$|dataclass\(|jax.named_scope\('"  # decorators that only change one
 RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
 LONGEST_GIT_S = 10.0
 
@@ -145,11 +146,13 @@ def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:
 
 def released(trainer: str, family: ModuleType | None, *, is_published: bool = False) -> dict[str, str]:
     """What the model of train or train_any is made of: its file's `parts_of` as released; and hashes of the files that
-    it and a family import, as they are here. is_published: those too as released, if they were."""
-    here = files_of(trainer, *([family] if family and trainer != DEFAULT else []))
+    it and a family import, as they are here: of kernels, which decoding has not, and if is_published, as released."""
+    families = [family] if family and trainer != DEFAULT else []
+    here, own = files_of(trainer, *families), {name for each in families for name in _of_family(each)}
     known = json.loads(RELEASED.read_text(encoding="utf-8"))
-    files = {name: known["files"].get(name, hashed) for name, hashed in here.items()} if is_published else here
-    return {**known[trainer], **of_model(files, trainer)}
+    files = {name: hashed for name, hashed in here.items() if not is_published or name in own}
+    as_released = {name for name in known["files"].keys() & here.keys() if is_published or name.startswith("kernels")}
+    return {**known[trainer], **of_model(files | {name: known["files"][name] for name in as_released}, trainer)}
 
 
 def of_model(files: Mapping[str, str], trainer: str) -> dict[str, str]:
@@ -173,7 +176,8 @@ def parts_of(source: str) -> dict[str, str]:
     """The model that a trainer's file computes: hashes, by name, of its functions, classes and constants that ROOTS
     reach, but for NO_MODEL; of other statements, by their beginning; and where the names are from that these import."""
     defined, imported, left = dict[str, list[ast.stmt]](), dict[str, str](), dict[str, list[ast.stmt]]()
-    for node in ast.parse(source).body:
+    tree = ast.parse(source)
+    for node in tree.body:
         names = _bound(node)
         if isinstance(node, ast.Import | ast.ImportFrom):
             where = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
@@ -184,11 +188,13 @@ def parts_of(source: str) -> dict[str, str]:
         else:
             name = node.name if isinstance(node, ast.ClassDef) else ast.unparse(node).partition("\n")[0][:50]
             left.setdefault(name, []).append(node)
-    parts, left = dict[str, str](), left | {name: defined.get(name, []) for name in ROOTS}
+    everywhere = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}  # others are imported for an effect
+    parts = {f"{name} from {origin}": "" for name, origin in imported.items() if name not in everywhere}
+    left |= {name: defined.get(name, []) for name in ROOTS}
     while left:
         name, nodes = left.popitem()
         parts[name] = _hash("".join(map(_dumped, nodes)))[:8] if nodes else "absent"
-        used = {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)} | {"*"}
+        used = {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         left |= {inner: defined[inner] for inner in used & defined.keys() - parts.keys() - NO_MODEL}
         parts |= {f"{inner} from {imported[inner]}": "" for inner in used & imported.keys()}
     return dict(sorted(parts.items()))
@@ -208,14 +214,15 @@ def _only_defines(node: ast.stmt) -> bool:
     """Whether a statement at the top level has no effect but names for a function or a constant."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)  # a docstring
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
         decorators = map(ast.unparse, node.decorator_list)
-        return all(re.match(r"typed$|functools.cache$|jax.named_scope\('", decorator) for decorator in decorators)
+        inside = node.body if isinstance(node, ast.ClassDef) and node.name not in NO_MODEL else []
+        return all(re.match(QUIET, decorator) for decorator in decorators) and all(map(_only_defines, inside))
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         with contextlib.suppress(ValueError, TypeError):
             ast.literal_eval(node.value or ast.Constant(None))
             return True
-    return isinstance(node, ast.ClassDef) and node.name in NO_MODEL
+    return isinstance(node, ast.Pass)
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import json
+import re
 import types
 
 import jax
@@ -234,3 +235,15 @@ test_it_is_accepted, test_every_mutant_is_refused = proofs(
     },
     quick=["models/gptj.py"],
 )
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"Model": "models.llama"}, "models.gptj: Model is that of models.llama: give it its own"),
+    ({"CONFIG": "models.llama"}, "models.gptj and models.llama are both of the kind llama: give one of them another"),
+])  # fmt: skip
+def test_a_copy_of_a_family_is_told_from_it(changed, said, monkeypatch):
+    """A new file that keeps another's Model, or its kinds, would be taken for that one."""
+    for name, other in changed.items():
+        monkeypatch.setattr(importlib.import_module("models.gptj"), name, getattr(importlib.import_module(other), name))
+    with pytest.raises(RunError, match=re.escape(said)):
+        huggingface.families.__wrapped__()

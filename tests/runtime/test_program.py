@@ -204,8 +204,9 @@ SETS_A_KERNEL = "KERNELS['einsum'] = None"
     ("    target_count: f32[''] = jnp.maximum", "    target_count: f32[''] = 2 * jnp.maximum", []),
     ("class Metrics:", "class Metrics:\n    another: f32['']\n", []),
     ("DECAYED |=", "BETAS, EPSILON = (0.9, 0.99), 1e-8\nDECAYED['embed'] = 1.0\nDECAYED |=", []),
-    ("import functools", "import functools\nimport logging", []),
+    ("import functools", "import functools\nimport logging", ["logging from logging"]),  # perhaps for its effect
     (GUARD, "def lion_step(x):\n    return x\n\n\n" + GUARD, []),
+    (GUARD, "@pytree_dataclass\nclass Lion:\n    mean: Weights\n    rate: float = 0.1\n\n\n" + GUARD, []),
     # The model.
     ("jax.nn.silu(gate)", "jax.nn.gelu(gate)", ["forward"]),
     ("LOSS_CHUNK = 256", "LOSS_CHUNK = 128", ["LOSS_CHUNK"]),
@@ -223,6 +224,7 @@ SETS_A_KERNEL = "KERNELS['einsum'] = None"
     (GUARD, "_silu = setattr(jax.nn, 'silu', None)\n" + GUARD, ["_silu = setattr"]),
     (GUARD, "class Patch:\n    print()\n\n\n" + GUARD, ["Patch"]),
     (GUARD, "@register('einsum')\ndef mine():\n    pass\n\n\n" + GUARD, ["@register('einsum')"]),
+    (GUARD, "import my_kernels\n" + GUARD, ["my_kernels from my_kernels"]),
     (GUARD, "from mine import *\n" + GUARD, ["* from mine.*"]),
     ('section 4)."""', 'section 4)."""; scale = scale + 1.0', ["rms_norm"]),
 ])  # fmt: skip

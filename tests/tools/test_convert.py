@@ -156,12 +156,19 @@ def test_a_run_with_other_sizes_is_not_published(run, tmp_path):
     assert status == 1 and "is of another model than its config says: embed is (" in said
 
 
-def test_a_file_of_the_project_that_was_changed_in_place(run, tmp_path, monkeypatch):
+def test_a_file_of_the_project_that_was_changed_in_place(run, pool, tmp_path, monkeypatch):
     """Its model is no published one, although the run's program is the one that is here."""
     changed = OF_TRAIN_PY["files"] | {"shardlib.shardops": "of another"}
     monkeypatch.setattr(program, "files_of", lambda *_: changed)
     save_run(tmp_path / "run", OF_TRAIN_PY | {"files": changed})
     assert "(different: shardlib.shardops)" in run(tmp_path / "run", tmp_path / "out")[1]
+    source = huggingface.open_weights(tmp_path / "run", pool)
+    huggingface.require_same_program(source, None, "")  # which is to be read here
+    changed["kernels.attention"] = "of another"  # but decoding has no kernels
+    save_run(tmp_path / "kernel", OF_TRAIN_PY | {"files": changed})
+    source = huggingface.open_weights(tmp_path / "kernel", pool)
+    with pytest.raises(RunError, match=r"different: kernels\.attention"):
+        huggingface.require_same_program(source, None, "")
 
 
 def test_a_capacity_is_not_published(run, tmp_path, monkeypatch):
