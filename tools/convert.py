@@ -26,6 +26,7 @@ import yaml
 
 from models.foreign import gguf_tokenizer
 from models.huggingface import Source, export, export_adapters, open_weights, read_json, require_same_program
+from models.layers import learned_positions
 from runtime.checkpoints.store import open_store
 from runtime.checkpoints.writing import write_copy
 from runtime.config import command_line
@@ -49,7 +50,7 @@ class Convert:
     from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
     to: str  # a new folder
     dtype: Literal["float32", "bfloat16"] | None = None  # of the published weights; null: as they were, or float32
-    allow_program_change: bool = False  # convert a run although its train.py computes another model than models/
+    allow_program_change: bool = False  # says that a run's model is that of models/, although its program was changed
     adapter: bool = False  # for a run with lora.rank: writes only its adapters, in float32, as PEFT does
 
 
@@ -77,7 +78,7 @@ def main(config: Convert) -> None:
             known = source.config or {}
             dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
             with written_whole(to) as folder:
-                export(source, folder, dtype, pool, ends_of(source) if source.config is None else None)
+                export(source, folder, dtype, pool, fields_of(source) if source.config is None else None)
                 copy_tokenizer(source.folder, folder, begins=source.config is None)
             if capacity := getattr(source.model, "capacity", None):
                 print_error(
@@ -157,14 +158,19 @@ def write_tokenizer(to: Path, text: str, about: dict) -> None:
     (to / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
-def ends_of(source: Source) -> dict[str, int | None]:
-    """The ids that begin and end a text, as keys of config.json; none if the run's tokenizer is unknown."""
+def fields_of(source: Source) -> dict[str, int | None]:
+    """Of a run from random weights, as keys of config.json, the length of its rows, where the model has none, and the
+    ids that begin and end a text; null if its tokenizer is unknown."""
+    rows = source.checkpoint.attributes["config"].get("training", {}).get("tokens", {})
+    fields: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    if getattr(source.family, "KIND", "") == "decoder" and "len" in rows and learned_positions(source.model) is None:
+        fields["max_position_embeddings"] = rows["len"]
     tokenizer = kept_tokenizer(source.folder)
     if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+        return fields
     end = tokenizer.special_tokens.get("eos_token")
     ends = tokenizer.backend.token_to_id(end) if end else None
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
+    return fields | {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
 
 
 def count(source: Source) -> int:

@@ -49,7 +49,7 @@ class OnDevices:
     """Which model is used, and on which devices."""
 
     model: str  # a run, a checkpoint, or a published folder
-    allow_program_change: bool = False  # take a run although its train.py computes another model than models/
+    allow_program_change: bool = False  # says that a run's model is that of models/, although its program was changed
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     mesh: Mesh = field(default_factory=Mesh)
     num_hosts: Count = 1  # processes of the job, of which the first one reads and writes

@@ -64,6 +64,8 @@ def titles(before: dict[str, Any], after: dict[str, Any]) -> tuple[dict[str, str
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The changes line by line, sums last; empty where nothing has changed."""
+    if (old := before["source"]) != (new := after["source"]):  # a copy under another name
+        before = json.loads(json.dumps(before).replace(f'"{old}:', f'"{new}:').replace(f'"{old}"', f'"{new}"'))
     ours, theirs = titles(before, after)
     left = {ours.get(line, line): costs for line, costs in entries(before).items()}
     right = {theirs.get(line, line): costs for line, costs in entries(after).items()}

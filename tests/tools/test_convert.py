@@ -88,7 +88,8 @@ def save_run(folder, program, **model):
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
         checkpoints = Checkpoints(folder / "checkpoints")
-        checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL) | model}, "program": program})
+        config = {"model": as_tree(small.MODEL) | model, "training": {"tokens": {"len": 48}}}
+        checkpoints.save(7, state, {"config": config, "program": program})
         checkpoints.close()
     return state
 
@@ -101,6 +102,7 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
     assert run(tmp_path / "run", tmp_path / "out")[0] == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["model_type"] == "llama" and config["head_dim"] == 8
+    assert config["max_position_embeddings"] == 48  # of the rows it was trained on, as tools say of the run
     assert (config["bos_token_id"], config["eos_token_id"], config["architectures"]) == (0, 0, ["LlamaForCausalLM"])
     source = huggingface.open_weights(tmp_path / "out", pool)
     for name, leaf in vars(state.weights.transformer).items():

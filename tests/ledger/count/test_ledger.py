@@ -372,6 +372,13 @@ def changed(tmp_path, text: str) -> list[str]:
     return lines[: lines.index("altogether")] if "altogether" in lines else lines
 
 
+def test_a_copy_under_another_name_is_the_same():
+    text = json.dumps(ledger_of("local_test_synthetic").to_json())
+    copy = json.loads(text.replace('"train.py:', '"my_train.py:').replace('"train.py"', '"my_train.py"'))
+    assert copy["source"] == "my_train.py" and "my_train.py" in copy["texts"]
+    assert differences(json.loads(text), copy) == differences(copy, json.loads(text)) == []
+
+
 def test_a_deleted_save_for_backward_is_the_difference(tmp_path):
     """Without `gate = save_for_backward(gate)` that line keeps nothing and the product before it runs once more a
     layer; no other line differs."""
