@@ -32,7 +32,7 @@ DEFAULT = "train"
 MATHEMATICS = ("train", "optimizers", "pipeline", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
-# What is the optimizer's and the loop's, and first values, whose sizes are compared by what reads them.
+# The optimizer, the loop and the first values are no part of the model; what reads weights compares their sizes.
 NO_MODEL = {"Training", "State", "Metrics", "MixtureMetrics", "init_state", "training_step"}
 QUIET = r"(typed|functools.cache|pytree_dataclass)$|dataclass\(|jax.named_scope\('"  # decorators that only change one
 RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
@@ -145,8 +145,8 @@ def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def released(trainer: str, family: ModuleType | None, *, is_published: bool = False) -> dict[str, str]:
-    """What the model of train or train_any is made of: its file's `parts_of` as released; and hashes of the files that
-    it and a family import, as they are here: of kernels, which decoding has not, and if is_published, as released."""
+    """What the model of train or train_any is made of: its file's `parts_of`, as released, and hashes of the files that
+    it and a family import, as they are here; as released for kernels, which decoding lacks, and if is_published."""
     families = [family] if family and trainer != DEFAULT else []
     here, own = files_of(trainer, *families), {name for each in families for name in _of_family(each)}
     known = json.loads(RELEASED.read_text(encoding="utf-8"))
@@ -156,7 +156,8 @@ def released(trainer: str, family: ModuleType | None, *, is_published: bool = Fa
 
 
 def of_model(files: Mapping[str, str], trainer: str) -> dict[str, str]:
-    """Of the trainer's file its parts count; of train.py the others take types and the optimizer's arithmetic."""
+    """The files that compute a model: without the trainer's own, of which parts count, and without train.py, from which
+    the others take only types and the optimizer's arithmetic."""
     return {name: hashed for name, hashed in files.items() if name not in (trainer, DEFAULT, "optimizers")}
 
 

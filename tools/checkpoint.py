@@ -136,7 +136,7 @@ def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoo
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The attributes by their paths, without the program's source, of whose files hashes are there."""
+    """The attributes by their paths, without the program's source: the hashes of its files are there."""
     return {key: value for key, value in flat(checkpoint.attributes).items() if key != "program.source"}
 
 

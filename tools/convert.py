@@ -159,8 +159,8 @@ def write_tokenizer(to: Path, text: str, about: dict) -> None:
 
 
 def fields_of(source: Source) -> dict[str, int | None]:
-    """Of a run from random weights, as keys of config.json, the length of its rows, where the model has none, and the
-    ids that begin and end a text; null if its tokenizer is unknown."""
+    """Fields of config.json for a run from random weights: the length of its rows, unless the model has positions, and
+    the ids that begin and end a text, which are null if its tokenizer is unknown."""
     rows = source.checkpoint.attributes["config"].get("training", {}).get("tokens", {})
     fields: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if getattr(source.family, "KIND", "") == "decoder" and "len" in rows and learned_positions(source.model) is None:
