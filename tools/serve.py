@@ -415,7 +415,7 @@ def main(config: Serve) -> None:
         engine = Engine(slots, mesh, config.rows, config.waiting, slots.idle)
         engine.start()
         where = f"http://{config.host}:{config.port}"
-        print_line(f"{config.model} at {where}, {config.rows} answers at a time; Ctrl-C ends it.")
+        print_line(f"{config.model} at {where} ({config.rows} answers at a time); Ctrl-C ends it.")
         try:
             server_of(Api(ready, engine, config)).run(listeners)
         finally:
