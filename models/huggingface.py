@@ -133,7 +133,7 @@ def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> La
 
 
 def weights_in(checkpoint: Checkpoint) -> dict[str, LazyArray]:
-    return {name: array for name, array in checkpoint.arrays.items() if name.lstrip(".").startswith("weights")}
+    return {name: array for name, array in checkpoint.arrays.items() if re.match(r"\.?weights\b", name)}
 
 
 def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str, LazyArray]:
@@ -144,8 +144,10 @@ def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str,
 
 
 def averaged(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint with the average of its weights in their place, if it has one."""
+    """A checkpoint with the average of its weights in their place, if its training.ema_decay says that it has one."""
     arrays = checkpoint.arrays
+    if not checkpoint.attributes.get("config", {}).get("training", {}).get("ema_decay"):
+        return checkpoint
     averages = {name: arrays.get(re.sub("^weights", "ema", name), array) for name, array in arrays.items()}
     return dataclasses.replace(checkpoint, arrays=averages)
 
@@ -187,14 +189,15 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     attributes = source.checkpoint.attributes
     trainer, made_by = "train_any" if "family" in attributes else program.DEFAULT, program.model_of(attributes)
     is_own = at_hand is not None and made_by is not None and trainer == program.DEFAULT
+    is_published |= at_hand is not None  # then the files of models/ compute nothing here
     expected = at_hand if is_own else program.released(trainer, source.family, is_published=is_published)
     who, different = "the program of that run", program.changed(made_by, expected) if made_by else []
     if not different and at_hand is not None and not is_own:
         who, different = "train.py here", program.changed(program.released(program.DEFAULT, None), at_hand)
     if different:
         names = ", ".join(different[:8]) + " ..." * (len(different) > 8)
-        what = f"{who} is not {'train.py here' if is_own else 'that of models/'} (different: {names})"
-        fix = f"if only the loop or the optimizer was changed, add {key}; else docs/recipes/family.md"
+        what = f"{who} and {'train.py here' if is_own else 'models/'} differ ({names})"
+        fix = f"if they compute the same model, add {key}; else docs/recipes/family.md"
         raise RunError(f"{source.checkpoint.path}: {what}: {fix}")
 
 

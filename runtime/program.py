@@ -33,7 +33,10 @@ MATHEMATICS = ("train", "optimizers", "pipeline", "models", "shardlib", "kernels
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
 # The optimizer, the loop and the first values are no part of the model; what reads weights compares their sizes.
-NO_MODEL = {"Training", "State", "Metrics", "MixtureMetrics", "init_state", "training_step"}
+NO_MODEL = {
+    "Training", "State", "Metrics", "MixtureMetrics", "init_state", "training_step", "updated", "mixture_metrics",
+}  # fmt: skip
+PARTLY_DECODED = {"models.layers", "models.context"}  # decoding has no kernels, and a part of these alone
 QUIET = r"(typed|functools.cache|pytree_dataclass)$|dataclass\(|jax.named_scope\('"  # decorators that only change one
 RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
 LONGEST_GIT_S = 10.0
@@ -146,13 +149,24 @@ def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:
 
 def released(trainer: str, family: ModuleType | None, *, is_published: bool = False) -> dict[str, str]:
     """What the model of train or train_any is made of: its file's `parts_of`, as released, and hashes of the files that
-    it and a family import, as they are here; as released for kernels, which decoding lacks, and if is_published."""
-    families = [family] if family and trainer != DEFAULT else []
-    here, own = files_of(trainer, *families), {name for each in families for name in _of_family(each)}
+    it and a family import: as they are here, where a tool computes with them; as released if is_published.
+
+    No run has the hash "changed": of a file here that is not as released, but computes what the run does by another.
+    """
+    families = [family] if family else []
+    own, of_families = files_of(trainer), {name for each in families for name in _of_family(each)}
     known = json.loads(RELEASED.read_text(encoding="utf-8"))
-    files = {name: hashed for name, hashed in here.items() if not is_published or name in own}
-    as_released = {name for name in known["files"].keys() & here.keys() if is_published or name.startswith("kernels")}
-    return {**known[trainer], **of_model(files | {name: known["files"][name] for name in as_released}, trainer)}
+    files = dict[str, str]()
+    for name, here in files_of(trainer, *families).items():
+        as_released = known["files"].get(name, here if name in of_families else "")
+        is_imported = trainer != DEFAULT or name in own  # train.py is a family's model without its file
+        if is_published or name.startswith("kernels"):
+            files |= {name: as_released} if is_imported and as_released else {}
+        elif here != as_released and (name in PARTLY_DECODED or not is_imported):
+            files[name] = "changed"
+        elif is_imported:
+            files[name] = here
+    return {**known[trainer], **of_model(files, trainer)}
 
 
 def of_model(files: Mapping[str, str], trainer: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """python -m train_any with what optimizers.py adds to train.py: runs that stop and resume, and their averages."""
 
+import dataclasses
 import json
 import shutil
 
@@ -107,6 +108,8 @@ def test_the_average_is_exported(whole, pool):
     for name in ("weights/embed", "weights/transformer/w_q"):
         read = read_leaf(source.checkpoint, name, pool)
         assert read.tobytes() == arrays[name.replace("weights", "ema")].tobytes() != arrays[name].tobytes()
+    of_another = dataclasses.replace(huggingface.open_newest(str(whole), pool), attributes={"config": {"training": {}}})
+    assert huggingface.averaged(of_another) is of_another  # whose `ema` may be something else
 
 
 def test_another_optimizer_is_refused(half, start, capsys):  # noqa: F811

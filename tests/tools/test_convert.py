@@ -1,5 +1,6 @@
 """Published weights to a checkpoint and back, whatever files they come in, and what is refused."""
 
+import contextlib
 import dataclasses
 import json
 import resource
@@ -17,7 +18,7 @@ from published import neighbours, small_gguf
 from reference import random_weights
 from safetensors.numpy import load_file, save_file
 
-from models import foreign, huggingface, layers, safetensors
+from models import foreign, huggingface, layers, llama, safetensors
 from runtime import program
 from runtime.checkpoints.checkpoint import read_leaf
 from runtime.checkpoints.directory import Checkpoints
@@ -142,11 +143,11 @@ def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
     assert "llama" in (tmp_path / "out/config.json").read_text()
     save_run(tmp_path / "other", mine | {"source": source.replace("jax.nn.silu", "jax.nn.relu")})
     status, said = run(tmp_path / "other", tmp_path / "no")
-    assert status == 1 and "(different: forward)" in said and "allow_program_change=true" in said
+    assert status == 1 and "differ (forward)" in said and "allow_program_change=true" in said
     assert run(tmp_path / "other", tmp_path / "allowed", "allow_program_change=true")[0] == 0
     for name in ("kernels.attention", "shardlib.shardops", "my_layers"):
         save_run(tmp_path / name, mine | {"files": mine["files"] | {name: "of another"}})
-        assert f"(different: {name})" in run(tmp_path / name, tmp_path / "no")[1]
+        assert f"differ ({name})" in run(tmp_path / name, tmp_path / "no")[1]
     save_run(tmp_path / "keys", mine, new_key=1)
     assert "is of no family in models/" in run(tmp_path / "keys", tmp_path / "no")[1]
 
@@ -163,14 +164,32 @@ def test_a_file_of_the_project_that_was_changed_in_place(run, pool, tmp_path, mo
     changed = OF_TRAIN_PY["files"] | {"shardlib.shardops": "of another"}
     monkeypatch.setattr(program, "files_of", lambda *_: changed)
     save_run(tmp_path / "run", OF_TRAIN_PY | {"files": changed})
-    assert "(different: shardlib.shardops)" in run(tmp_path / "run", tmp_path / "out")[1]
+    assert "differ (shardlib.shardops)" in run(tmp_path / "run", tmp_path / "out")[1]
     source = huggingface.open_weights(tmp_path / "run", pool)
     huggingface.require_same_program(source, None, "")  # which is to be read here
     changed["kernels.attention"] = "of another"  # but decoding has no kernels
     save_run(tmp_path / "kernel", OF_TRAIN_PY | {"files": changed})
     source = huggingface.open_weights(tmp_path / "kernel", pool)
-    with pytest.raises(RunError, match=r"different: kernels\.attention"):
+    with pytest.raises(RunError, match=r"differ \(kernels\.attention\)"):
         huggingface.require_same_program(source, None, "")
+
+
+def test_a_family_that_was_changed_in_place(monkeypatch):
+    """Tools would compute a run of train.py by other lines than it was trained with, and have only a part of the layers
+    that a run of train_any had. train.py takes weights of the first alone, as an export does."""
+    of_family = program._of_family
+    monkeypatch.setattr(program, "_of_family", lambda family: of_family(family) | {"models.layers": "of another"})
+    source, files = (ROOT / "train_any.py").read_text(), program.files_of("train_any", llama)
+    of_train_any = {"module": "train_any", "source": source, "files": files}
+    here, differ = program.model_of({"program": OF_TRAIN_PY}), r"differ \(models\.layers\)"
+    for attributes in ({"program": OF_TRAIN_PY}, {"program": of_train_any, "family": "llama"}):
+        weights = huggingface.Source(types.SimpleNamespace(attributes=attributes, path="run"), llama, None, Path())
+        with pytest.raises(RunError, match=differ):
+            huggingface.require_same_program(weights, None, "")
+        taken = [((weights, here, ""), {}), ((weights, None, ""), {"is_published": True})]
+        for arguments, kept in taken:
+            with pytest.raises(RunError, match=differ) if "family" in attributes else contextlib.nullcontext():
+                huggingface.require_same_program(*arguments, **kept)
 
 
 def test_a_capacity_is_not_published(run, tmp_path, monkeypatch):

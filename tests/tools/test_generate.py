@@ -197,7 +197,7 @@ def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_p
         return kept(attributes) | other if "config" in attributes else kept(attributes)
 
     monkeypatch.setattr(program, "_record", changed)
-    refused = "the program of that run is not that of models/ (different: forward, open("
+    refused = "the program of that run and models/ differ (forward, open("
     programs = [
         (generate.main, generate.Generate, [cat_run, "prompt=the c", "tokens=2", "temperature=0"]),
         (score.main, score.Score, [cat_run, text]),
@@ -209,11 +209,11 @@ def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_p
         assert status == 1 and refused in error and "add allow_program_change=true" in error, main
         assert called(main, config, *arguments, "allow_program_change=true")[0] == 0
     data = f"flat_tokens.filespec={cat_run.parent}/text.zarr"
-    for trainer, at_hand in ((train, "train.py here"), (train_any, "that of models/")):
+    for trainer, at_hand in ((train, "train.py here"), (train_any, "models/")):
         keys = [*where(tmp_path / trainer.__name__), data, f"initial_weights={cat_run}", "training.steps=1", *OF_CAT]
         keys += ["--config-name=finetune_smollm2"] if trainer is train_any else OF_CAT_MODEL
         status, _, error = called(trainer.main, trainer.Config, *keys)
-        assert status == 1 and f"is not {at_hand} (different: forward, open(" in error and "allow_config" in error
+        assert status == 1 and f"and {at_hand} differ (forward, open(" in error and "allow_config" in error
         assert called(trainer.main, trainer.Config, *keys, "allow_config_change=true")[0] == 0
     assert not ran.exists()
 
