@@ -80,7 +80,8 @@ def write_report(folder: str | Path) -> Path:
 def report_page(run: Recorded) -> str:
     steps = run.config.get("training.steps")
     done = max((line["step"] for line in run.lines), default=0)
-    rows = {name: value for name, value in run.environment.items() if name not in ("packages", "ledger")}
+    left_out = r"packages$|ledger$|program/files/"  # which are a table, lines above, and hashes for tools.compare
+    rows = {name: value for name, value in run.environment.items() if not re.match(left_out, name)}
     return _page(
         "report.html",
         [run],

@@ -281,12 +281,13 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     folders = [first, second, write_run(tmp_path / "other" / "first", [3.0])]
     for folder, program in zip(folders, ("rate = 1\nsame = 2\n", "rate = 3\nsame = 2\n", "rate = 1\nsame = 2\n")):
         (folder / "program.py").write_text(program)
-        about = {"program/made_of": "0123", "program/family": "abcd" if "1" in program else "ef01"}
+        about = {"program/files/train": "0123", "program/files/models.t5": "abcd" if "1" in program else "ef01"}
         (folder / "environment.json").write_text(json.dumps(about))
     _, output = run_compare(*folders, f"output={tmp_path}/all.html")
     assert f"\n  {first} " in output and "configurations are equal" not in output
     (line,) = (line.split() for line in output.splitlines() if line.startswith("  program.py "))
-    assert "\n  program/family  abcd  ef01  abcd\n" in re.sub("  +", "  ", output) and "made_of" not in output
+    assert "\n  program/files/models.t5  abcd  ef01  abcd\n" in re.sub("  +", "  ", output)
+    assert "files/train" not in output and "program/files" not in report_page(read_run(first))
     assert line[1] == line[3] != line[2] and f"diff -u {first}/program.py {second}/program.py" in output
     page = (tmp_path / "all.html").read_text()
     assert "-rate = 1\n+rate = 3\n same = 2" in page and page.count("<h2>program.py") == 1
