@@ -145,8 +145,8 @@ def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str,
 
 def averaged(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint with the average of its weights in their place, if its training.ema_decay says that it has one."""
-    arrays = checkpoint.arrays
-    if not checkpoint.attributes.get("config", {}).get("training", {}).get("ema_decay"):
+    arrays, training = checkpoint.arrays, checkpoint.attributes["config"].get("training")
+    if not isinstance(training, dict) or not training.get("ema_decay"):
         return checkpoint
     averages = {name: arrays.get(re.sub("^weights", "ema", name), array) for name, array in arrays.items()}
     return dataclasses.replace(checkpoint, arrays=averages)
@@ -253,11 +253,12 @@ def open_weights(path: str, pool: Executor) -> Source:
             return importlib.import_module("models.foreign").open_meta(folder)
         if any(folder.glob("*.safetensors")):
             raise RunError(f"{folder} has no config.json, which says what its weights are: give the whole folder")
-    checkpoint = averaged(open_newest(str(path), pool))
+    checkpoint = open_newest(str(path), pool)
     attributes = checkpoint.attributes
     config = attributes.get("config") or {}
     if not isinstance(config.get("model"), dict):
         raise RunError(f"checkpoint {checkpoint.path} does not say which model it is of: another program wrote it")
+    checkpoint = averaged(checkpoint)
     folder, model = Path(checkpoint.path).parents[1], config["model"]
     name = attributes.get("family") or config.get("family")
     if name is None:

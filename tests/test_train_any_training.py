@@ -110,6 +110,8 @@ def test_the_average_is_exported(whole, pool):
         assert read.tobytes() == arrays[name.replace("weights", "ema")].tobytes() != arrays[name].tobytes()
     of_another = dataclasses.replace(huggingface.open_newest(str(whole), pool), attributes={"config": {"training": {}}})
     assert huggingface.averaged(of_another) is of_another  # whose `ema` may be something else
+    of_another = dataclasses.replace(of_another, arrays=dict.fromkeys(["weights/embed", "weights_ema/embed"]))
+    assert list(huggingface.weights_in(of_another)) == ["weights/embed"]
 
 
 def test_another_optimizer_is_refused(half, start, capsys):  # noqa: F811

@@ -238,6 +238,14 @@ def test_which_changes_make_another_model(old, new, different):
     assert bool(found) is bool(different)
 
 
+def test_the_optimizer_of_train_any_is_no_part_of_the_model():
+    """Its update and the metrics are functions, which training_step calls."""
+    source = (ROOT / "train_any.py").read_text()
+    for old in ("jnp.minimum(1.0, training.max_grad_norm", "routing.load / parts"):
+        assert old in source
+        assert program.parts_of(source.replace(old, f"2 * {old}")) == program.parts_of(source)
+
+
 def test_what_is_released_is_what_is_here():
     """If this fails and the trainers still compute the models of models/: python -m docs.generate released."""
     assert generate.released() == program.RELEASED.read_text()
