@@ -248,7 +248,7 @@ def open_weights(path: str, pool: Executor) -> Source:
         return importlib.import_module("models.foreign").open_gguf(folder)
     if folder is not None and not os.path.exists(folder / "checkpoints"):  # Path.exists raises for a long name
         if os.path.exists(folder / "config.json"):
-            return described(read_json(folder / "config.json"), safetensors.read(folder, UNUSED), folder)
+            return described(_published_config(folder), safetensors.read(folder, UNUSED), folder)
         if os.path.exists(folder / "params.json"):
             return importlib.import_module("models.foreign").open_meta(folder)
         if any(folder.glob("*.safetensors")):
@@ -270,6 +270,14 @@ def open_weights(path: str, pool: Executor) -> Source:
     model = rebuild(family.Model, model, Origins(checkpoint.path))
     source = Source(checkpoint, family, model, folder, attributes.get("published"))
     return with_base(source, pool) if attributes.get("base") else source
+
+
+def _published_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the ends of a text that generation_config.json has, such as a chat's end of turn: these count,
+    and a run that begins with these weights keeps no other file of theirs."""
+    config, file = read_json(folder / "config.json"), folder / "generation_config.json"
+    ends = read_json(file).get("eos_token_id") if file.exists() else None
+    return config if ends is None else config | {"eos_token_id": ends}
 
 
 def with_base(source: Source, pool: Executor) -> Source:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from models.decoding import Drawing, Drawn, Generator
-from models.huggingface import Source, open_weights, read_json, require_same_program, restored
+from models.huggingface import Source, open_weights, require_same_program, restored
 from models.layers import act, learned_positions, stored
 from models.mesh import Mesh as FamilyMesh
 from models.reading import Reader
@@ -243,9 +243,7 @@ def _tokenizer(source: Source) -> tuple[Tokenizer | None, Around]:
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
     """The tokens that end a text: as published, or the tokenizer's end token."""
-    file, ends = source.folder / "generation_config.json", (source.config or {}).get("eos_token_id")
-    if source.config is not None and file.exists():
-        ends = read_json(file).get("eos_token_id", ends)
+    ends = (source.config or {}).get("eos_token_id")
     if ends is None and tokenizer:
         ends = tokenizer.id_of("eos_token")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]

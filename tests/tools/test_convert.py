@@ -27,7 +27,7 @@ from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import load_tokenizer
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
-from tools import convert
+from tools import convert, ready
 
 GOLDEN = ROOT / "tests/models/golden"
 OF_TRAIN_PY = {"module": "train", "source": (ROOT / "train.py").read_text(), "files": program.files_of("train")}
@@ -67,6 +67,17 @@ def test_in_and_out_again(name, run, tmp_path):
     assert before.keys() == after.keys() and all(before[key].tobytes() == after[key].tobytes() for key in before)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path / "out")]
     assert configs[0] == configs[1]
+
+
+def test_the_end_of_a_turn_goes_with_the_weights(run, pool, tmp_path):
+    """generation_config.json says where an answer ends; a run that began with the folder does not keep the file."""
+    folder = changed(tmp_path, eos_token_id=2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert run(folder, tmp_path / "in")[0] == 0
+    (tmp_path / "in/generation_config.json").unlink()
+    assert ready._ends(huggingface.open_weights(str(tmp_path / "in"), pool), None) == [2, 7]
+    assert run(tmp_path / "in", tmp_path / "out")[0] == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
 
 
 def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
