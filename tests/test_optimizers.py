@@ -17,6 +17,8 @@ from test_mutation import abstract
 
 import optimizers
 import train
+from ledger.count.costs import count
+from ledger.count.program import read
 from models import gpt2, layers, llama
 from models.dropout import Dropout, random_bits
 from models.layers import TokenBatch
@@ -233,6 +235,22 @@ def test_muon_is_the_published_formula(mesh):
         for name in ("norm", "embed"):
             found, expected = (getattr(each.weights, name) for each in (state, adamw))
             np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("layers, turns", [(8, 1), (9, 2)])
+def test_muon_orthogonalizes_a_matrix_once(layers, turns):
+    """Eight devices compute an eighth of what one does; where the layers do not go into them, a turn more."""
+    matrix = f32["layers M/d F/t"]
+
+    def whole(x: matrix) -> matrix:
+        return optimizers.orthogonalized(matrix.spec, x)
+
+    def flops(d, t):
+        with small.on_mesh(d, t):
+            traced = jax.jit(typed_shard_map(whole)).trace(jnp.zeros((layers, 16, 8), jnp.float32))
+        return count(read(traced.jaxpr), {"d": d, "t": t}).flops()
+
+    assert flops(4, 2) * layers == flops(1, 1) * turns > 0
 
 
 # -- Adafactor ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from typing import Any
 
 import zarr
 
-from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
 from runtime.config.rebuild import flat
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
@@ -431,5 +430,4 @@ def counted(counts: dict) -> str:
 
 
 if __name__ == "__main__":
-    keep_memory()  # of one block for the next: 111 in place of 95 MB of text a second
     command_line.run(main, TokenizeText)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 
 from ledger.count.step import Ledger
 from ledger.units import gigabytes
-from runtime.cluster.tuning import is_given, keep_programs, tune
+from runtime.cluster.tuning import is_given, keep_programs, multiply_bfloat16
 from runtime.terminal import RunError, columns, one_of_several, print_line
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
@@ -68,7 +68,7 @@ def start(config: Any) -> Mesh:
 
 def prepare_devices(config: Any) -> None:
     """Lets a CPU simulate the mesh's devices, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES says how many."""
-    tune()
+    multiply_bfloat16()
     is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]  # its types lack flags
     if config.check_only or is_set or is_given("xla_force_host_platform_device_count"):
         return

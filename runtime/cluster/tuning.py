@@ -1,10 +1,9 @@
-"""Settings that make a platform fast: XLA's options for a step, the allocator, compiled programs on disk.
+"""Settings that make a platform fast: XLA's options for a step, products of bfloat16, compiled programs on disk.
 
 XLA_FLAGS, LIBTPU_INIT_ARGS and JAX_COMPILATION_CACHE_DIR take precedence.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 from pathlib import Path
@@ -68,25 +67,6 @@ def is_given(flag: str) -> bool:
         with contextlib.suppress(OSError):  # XLA says that the file cannot be read
             flags = Path(flags).read_text(encoding="utf-8")
     return re.search(rf"--(no)?{flag}(=|\s|$)", f"{flags} {os.environ.get('LIBTPU_INIT_ARGS', '')}") is not None
-
-
-def tune() -> None:
-    """Sets the other settings, before JAX's first operation."""
-    keep_memory()
-    multiply_bfloat16()
-
-
-def keep_memory() -> None:
-    """Lets the C library (glibc) keep the memory that XLA:CPU frees after each step.
-
-    Else the kernel takes it back and zeroes it for the next step: 0.19 of 1.5 s of local_test_synthetic's processor
-    time a step on one simulated device, 0.28 of 2.0 s on eight (two cores, jax 0.10.2, 2026-11-21).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no block has its own mapping, which freeing it would unmap
-        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads; others cannot have blocks above 64 MB
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB of free memory at the heap's end stay
 
 
 def has_bfloat16() -> bool:

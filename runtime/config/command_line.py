@@ -10,6 +10,7 @@ would cut 2.9 to 2. runtime/config/rebuild.py then checks keys and types, and ru
 Importing these does not import JAX."""
 
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import functools
@@ -87,6 +88,7 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
     if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
         print_error(f"this process may have {files} files open: allow it more, as by ulimit -n 1024")
         leave(1)
+    _keep_memory()
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing a page
     try:
@@ -113,6 +115,21 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         leave(130)
     finally:
         sys.argv[1:] = arguments
+
+
+def _keep_memory() -> None:
+    """Lets the C library (glibc) keep the memory that this process frees, such as XLA:CPU's after each step. Before
+    any thread starts, since one that has a heap of its own maps what is larger than 64 MB, and unmaps it when freed.
+
+    Else the kernel takes it back and zeroes it for the next step: 0.19 of 1.5 s of local_test_synthetic's processor
+    time a step on one simulated device, 0.28 of 2.0 s on eight (two cores, jax 0.10.2, 2026-11-21); and
+    tools/tokenize_text.py reads 95 in place of 111 MB of text a second.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX: no block has its own mapping
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: however much is free at the heap's end, it stays
 
 
 def _leave_a_broken_pipe() -> None:

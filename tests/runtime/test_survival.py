@@ -445,6 +445,16 @@ def test_other_data_under_the_same_name_are_refused(tiny):
     assert resume.compare(allowed, {**DATA, "rows": 301}, attributes, "x") == [change]
 
 
+def test_another_tokenizer_is_other_data(tiny):
+    """It counts where the checkpoint says which one it was: earlier programs did not record it."""
+    config, _ = configs(tiny)
+    one, other = ({**DATA, "tokenizer": name} for name in "ab")
+    assert resume.compare(config, one, resume.description(config, DATA), "x") == []
+    assert resume.compare(config, one, resume.description(config, one), "x") == []
+    with pytest.raises(RunError, match=r'the data: .*"tokenizer": "a"} -> .*"tokenizer": "b"}'):
+        resume.compare(config, other, resume.description(config, one), "x")
+
+
 def test_keys_of_an_older_program(tiny):
     """A key that the checkpoint does not know counts as its default; one that is no longer a key is said, a published
     key that is ignored now is not, and the config is read, as tools do; a key that nobody knows is refused there. No

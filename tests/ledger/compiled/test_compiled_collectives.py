@@ -15,6 +15,7 @@ from jax import lax
 
 import train
 import train_any
+from ledger.compiled.check import differences
 from ledger.compiled.collectives import axes_of_groups, compiled, dtype_of, widened
 from ledger.count.costs import Collective, count, totals
 from ledger.count.program import read
@@ -35,14 +36,18 @@ def both_tables(traced, axes):
     return count(read(traced.jaxpr), axes).collectives, compiled(traced.lower().compile().as_text(), axes)
 
 
-def tables(d, t, microbatches, dtype="float32"):
-    """Both tables of the small model's training step."""
+def traced_step(d, t, microbatches, dtype="float32"):
+    """The small model's training step."""
     training = dataclasses.replace(small.TRAINING, microbatches=microbatches)
     with small.on_mesh(d, t, dtype):
         step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
         state = small.state_of(reference.random_weights(small.MODEL, seed=0))
-        traced = jax.jit(step).trace(state, jnp.uint32(0), jnp.uint32(0), small.batch_of(small.BATCH))
-        return both_tables(traced, {"d": d, "t": t})
+        return jax.jit(step).trace(state, jnp.uint32(0), jnp.uint32(0), small.batch_of(small.BATCH))
+
+
+def tables(d, t, microbatches):
+    """Both tables of the small model's training step."""
+    return both_tables(traced_step(d, t, microbatches), {"d": d, "t": t})
 
 
 # How many collectives a microbatch has, and the whole step: targets, loss, and the norms of gradient, weights, update.
@@ -91,13 +96,22 @@ def test_the_lines_of_a_family():
 
 @pytest.mark.parametrize("mesh", [(4, 2), *small.slow((8, 1))], ids=["4x2", "8x1"])
 def test_bfloat16_is_widened_and_nothing_else(mesh):
-    """The only difference in bfloat16 is that the CPU sends those collectives as float32, twice the bytes."""
-    ours, theirs = tables(*mesh, microbatches=2, dtype="bfloat16")
+    """The only difference in bfloat16 is that the CPU sends those collectives as float32, twice the bytes. It is said
+    with the lines that send them."""
+    traced, axes = traced_step(*mesh, microbatches=2, dtype="bfloat16"), dict(zip("dt", mesh))
+    ours, theirs = both_tables(traced, axes)
     assert {row.dtype for row in ours} == {"bfloat16", "float32"} and {row.dtype for row in theirs} == {"float32"}
     wide = collections.Counter()
     for row, times in ours.items():
         wide[widened(row)] += times
     assert wide == theirs
+    lines = collections.defaultdict(set)
+    for row in ours:
+        if row.dtype == "bfloat16":
+            lines[row.kind, row.axes, row.bytes].add(row.line)
+    ledger = of_step(traced, axes, source=train.__file__, tokens=1)
+    rows = differences(ledger, traced.lower().compile().as_text())
+    assert {(row.kind, row.axes, row.bytes): set(row.lines) for row in rows} == lines and len(rows) == len(lines)
 
 
 def test_chunks_of_the_loss_are_counted(monkeypatch):

@@ -10,7 +10,10 @@ from ledgers import ledger_of
 
 from ledger.machines.hardware import Hardware, named
 from ledger.machines.roofline import roofline
-from ledger.pages.html import coloured, page
+from ledger.pages import contents
+from ledger.pages.html import TABLES, coloured, details, page
+from ledger.pages.lines import all_lines
+from ledger.pages.lines import sums as lines_of
 from ledger.pages.table import shown
 from ledger.units import number
 
@@ -126,6 +129,25 @@ def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
         for part, value in parts.items():
             widths[classes.get(part, part) if column != 3 or part in classes else "asked"] += 100 * value / largest
         assert parser.bars[key] == pytest.approx(dict(widths), rel=0.006)
+
+
+def test_what_is_sent_and_kept():
+    """The tables of transfers and of kept values have the ledger's numbers, summed over rows that look alike."""
+    ledger = ledger_of("c4_a100x8_1b", "mesh.d=32", "mesh.t=8")
+    times, together = collections.Counter(), collections.Counter()
+    for row in ledger.to_json()["collectives"]:
+        key = row["kind"], " × ".join(row["axes"]), row["dtype"], row["phase"]
+        times[key] += row["times"]
+        together[key] += row["sent_bytes"] * row["times"]
+    assert contents.sent(ledger).rows == [(*key, times[key], together[key]) for key in sorted(times)]
+    sizes = [row[0] for row in contents.kept(ledger).rows]
+    assert sizes == sorted((row.bytes * row.times for row in ledger.saved), reverse=True)[: len(sizes)] and sizes[0] > 0
+    sums = {key: sum(parts.values()) for key, parts in by_line(ledger).items()}
+    columns = {caption: number for number, caption in enumerate(TABLES, 1)}
+    for line, tables in details(ledger, all_lines(lines_of(ledger))).items():
+        for table in tables:
+            caption = table.caption.partition(",")[0]
+            assert sum(row[-2] for row in table.rows) == sums[line, columns[caption]]
 
 
 def test_the_totals():

@@ -1,4 +1,4 @@
-"""What is set before JAX starts: programs on disk, XLA's options, memory that stays."""
+"""What is set before JAX starts: programs on disk, XLA's options."""
 
 import dataclasses
 import os

@@ -1,7 +1,9 @@
 """`python -m train` as hydra's users know it: flags, sweeps, launchers, completion; what it prints and how it ends."""
 
+import json
 import os
 import pickle
+import platform
 import subprocess
 import sys
 
@@ -328,3 +330,35 @@ def test_output_that_nobody_reads(tmp_path, flags, arguments):
     os.close(reader)
     with open(writer, "w") as output:
         assert program(tmp_path, *arguments, flags=flags, output=output) == (141, None, "")
+
+
+MEMORY = """
+import resource, threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from runtime.config import command_line
+@dataclass(frozen=True)
+class Tool:
+    pass
+def main(config):
+    barrier = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:  # each thread has been given a heap, before a large block is wanted
+        list(pool.map(lambda _: (barrier.wait(), b"x" * 100_000), range(8)))
+        faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+        for _ in range(4):
+            list(pool.map(lambda _: len(b"x" * 2**27), range(1)))
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    print([late - early for early, late in zip(faults, faults[1:])])
+command_line.run(main, Tool)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_was_freed_is_used_again(tmp_path):
+    """A thread's block of 128 MB, 32,768 pages, is new once. A step on CPUs has such a block."""
+    (tmp_path / "program.py").write_text(MEMORY)
+    command = [sys.executable, tmp_path / "program.py"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, *later = json.loads(done.stdout)
+    assert first > 30_000 and max(later) < 300

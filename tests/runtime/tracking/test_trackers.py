@@ -169,6 +169,7 @@ def test_lines_are_followed_as_they_come(tmp_path):
         wait_for(lambda: (5, "loss") in tensorboard_curves(tmp_path), tmp_path)
         write_lines(tmp_path, config_of("tensorboard"), 5, range(6, 7), 10.0)
     assert tensorboard_curves(tmp_path) == curves(range(1, 3)) | curves(range(3, 7), 10.0)
+    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2  # one for each file of lines
     assert (tmp_path / "report.html").exists()
 
 
