@@ -35,6 +35,7 @@ from runtime.run import with_shardings
 from runtime.terminal import RunError
 from shardlib.mesh import current_mesh
 from shardlib.shardtypes import narrowed
+from tools.hosts import note
 
 
 # == What is asked for =================================================================================================
@@ -83,6 +84,12 @@ class ReadyModel:
     start: tuple[int, ...]  # ids that stand before each prompt
     end: tuple[int, ...]  # ids that stand behind it, where an encoder reads it
     length: int  # tokens of a row that it was trained on
+
+    def at_most(self, length: int) -> int:
+        """A number of tokens that it knows; says so if these are fewer."""
+        if length > self.length:
+            note(f"length = {self.length}, not {length}: the model knows no longer texts")
+        return min(length, self.length)
 
     def ids_of(self, prompt: Any) -> list[int]:
         """The ids of a text, or of a chat up to the answer's first token; ids stay as they are. There is always one.

@@ -59,7 +59,7 @@ class Serve(OnFewerBytes):
     api_key: NotEmpty | None = None
     origins: tuple[NotEmpty, ...] = ()  # other sites whose pages may ask: [https://chat.example.com]
     rows: Rows = 8  # answers that are written at the same time
-    length: Count = 2048  # tokens of a prompt and its answer, at most
+    length: Count = 2048  # tokens of a prompt and its answer, at most; never more than the model has positions
     waiting: Count = 64  # answers that wait for a row, at most; more are told to come again
     grace_s: Count = 30  # seconds that answers have to end after SIGTERM
 
@@ -402,8 +402,8 @@ def main(config: Serve) -> None:
         require_writer(ready.source)
         if ready.tokenizer is None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
-        if hasattr(ready.source.model, "positions") and config.length > ready.length:
-            raise RunError(f"length = {config.length}: the model knows {ready.length} positions, set it to that")
+        if hasattr(ready.source.model, "positions"):
+            config = replace(config, length=ready.at_most(config.length))
         slots = SharedSlots(partial(Slots, ready.generator, config.rows, config.length, config.length + 1))
         # uvicorn raises it once more at its end, when the other processes must still hear of that.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

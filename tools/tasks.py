@@ -71,9 +71,7 @@ class Scorer:
     """
 
     def __init__(self, ready: ReadyModel, rows: int, length: int):
-        self.ready, self.length = ready, min(length, ready.length)
-        if length > ready.length:
-            note(f"length = {ready.length}, not {length}: the model knows no longer texts")
+        self.ready, self.length = ready, ready.at_most(length)
         # At least two a device: for one row with one head JAX broadcasts in another way, which the check refuses.
         self.rows = max(-(-rows // devices_of_rows()), 2) * devices_of_rows()
         family: Any = ready.source.family
