@@ -1,5 +1,6 @@
 """A run that is killed, asked to stop, started twice, changed or fed bad numbers: what is kept, and how it goes on."""
 
+import errno
 import json
 import os
 import re
@@ -340,6 +341,26 @@ def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys
         assert f"nothing is heard of it: {folder} is taken over\n" in printed
         assert json.loads(store.read(lock.NAME))["pid"] == os.getpid()
     assert lock.NAME not in store.names()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO], ids=errno.errorcode.get)
+def test_a_file_system_without_locks(code, fast_heart, tmp_path, monkeypatch, capsys):
+    """Where there are none, the owner is watched, also one of this host; a disk that fails is said."""
+
+    def flock(descriptor, how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    (tmp_path / lock.NAME).write_text(json.dumps({**OTHER, "host": os.uname().nodename}))
+    if code == errno.EIO:
+        with (
+            pytest.raises(RunError, match=r"owner\.json cannot be written: OSError: .* Input/output"),
+            Ownership(tmp_path),
+        ):
+            pass
+        return
+    with Ownership(tmp_path):
+        assert "watching for 1.5 s" in capsys.readouterr().err
 
 
 def test_a_linked_owner_file_is_not_written_through(tmp_path):

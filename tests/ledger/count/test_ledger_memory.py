@@ -392,6 +392,10 @@ def test_what_is_done_in_another_way_has_its_reason():
         ("all-reduce", 64, 0, 2, AS_ALL_REDUCE),
         ("reduce-scatter", 64, 1, 0, AS_ALL_REDUCE),
     ]
+    assert rows(*[("all-gather", 2)] * 2, compiled=[("all-gather", 2), ("all-reduce", 16)]) == [
+        ("all-gather", 8, 2, 1, AS_ALL_REDUCE),
+        ("all-reduce", 64, 0, 1, AS_ALL_REDUCE),
+    ]
     assert rows(("reduce-scatter", 16), compiled=[("all-reduce", 16)] * 2)[0][-1] == UNKNOWN
 
 

@@ -7,9 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from checkpoint_state import assert_same_bits, numpy_state, open_checkpoints, restore, save
+from jax.experimental import multihost_utils
 from several_hosts import free_port, without_gloo
+
+from runtime.checkpoints.hosts import Hosts
+from runtime.checkpoints.store import open_store
+from runtime.terminal import RunError
 
 BEGINNING = """
 import os, sys
@@ -145,6 +151,15 @@ def test_two_hosts(tmp_path):
     assert open_checkpoints(directory).latest() == 20  # one process alone, which does not know yet that it is damaged
     save(directory, 40)
     assert_same_bits(restore(directory, (1, 1))[1], numpy_state())
+
+
+def test_the_first_host_may_be_the_dead_one(tmp_path, monkeypatch):
+    """The others wait for it twice as long as it may wait for them, and say so."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda value: value)
+    with pytest.raises(RunError, match=r"nothing was heard of host 0 within 0\.2 s: it died or hangs"):
+        Hosts(open_store(tmp_path, 1), timeout_s=0.1).agree(None, 1)
 
 
 @pytest.mark.slow

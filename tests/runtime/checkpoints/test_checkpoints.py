@@ -399,6 +399,20 @@ def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
     assert_same_bits(state, numpy_state(31))
 
 
+def test_the_last_step_is_read_whole(tmp_path, capsys):
+    """Nobody restores a checkpoint of the last step, so it is read through before a run counts as done."""
+    for step in (10, 20):
+        save(tmp_path, step, numpy_state(step))
+    assert open_checkpoints(tmp_path).latest(last_step=20) == 20
+    (tmp_path / "0000000020" / "counts" / "step" / "c").write_bytes(b"damaged")
+    assert open_checkpoints(tmp_path).latest() == open_checkpoints(tmp_path).latest(last_step=30) == 20
+    capsys.readouterr()
+    assert open_checkpoints(tmp_path).latest(last_step=20) == 10
+    assert re.fullmatch(
+        r"passed over: checkpoint \S+/0000000020 is damaged: counts/step/c .*\n", capsys.readouterr().err
+    )
+
+
 def test_none_reads_whole(tmp_path):
     """All faults are listed, and nothing is restored or begun anew."""
     for step in (10, 20):
