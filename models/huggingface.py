@@ -197,7 +197,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     if different:
         names = ", ".join(different[:8]) + " ..." * (len(different) > 8)
         what = f"{who} and {'train.py here' if is_own else 'models/'} differ ({names})"
-        fix = f"if they compute the same model, add {key}; else docs/recipes/family.md"
+        fix = f"a changed model needs a family (docs/recipes/family.md); only if they compute the same, add {key}"
         raise RunError(f"{source.checkpoint.path}: {what}: {fix}")
 
 

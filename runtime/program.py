@@ -131,13 +131,33 @@ def recorded(config: Any) -> dict[str, Any]:
     name = (spec.name if spec else file.stem) if module.__name__ == "__main__" else module.__name__
     changes = _git(file.parent, "status", "--porcelain")
     family = sys.modules[type(getattr(config, "model", None)).__module__]
+    files = _hashes(name, file) | (_of_family(family) if family.__name__.startswith("models.") else {})
     return {
         "module": name,
-        "files": _hashes(name, file) | (_of_family(family) if family.__name__.startswith("models.") else {}),
+        "files": files | _replaced({**{other: sys.modules.get(other) for other in files}, name: module}),
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
     }
+
+
+def _replaced(modules: Mapping[str, ModuleType | None]) -> dict[str, str]:
+    """Where functions and classes are from that a script or a notebook has put in the place of those of these modules'
+    files, or of JAX's: {"train.rms_norm": "of __main__"}."""
+    places = dict[str, str]()
+    for name, module in modules.items():
+        defined = re.findall(r"^(?:def|class) (\w+)", Path(module.__file__ or "").read_text(), re.M) if module else []
+        for inner in defined:
+            where = getattr(getattr(module, inner, None), "__module__", None)
+            places |= {f"{name}.{inner}": f"of {where}"} if module and where not in (None, module.__name__) else {}
+    for name in ("jax.nn", "jax.numpy", "jax.lax"):
+        values = vars(sys.modules[name]).items() if name in sys.modules else ()
+        places |= {
+            f"{name}.{inner}": "of __main__"
+            for inner, value in values
+            if getattr(value, "__module__", None) == "__main__"
+        }
+    return places
 
 
 def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:

@@ -359,7 +359,8 @@ def test_a_family_that_has_changed_is_refused(lora_run, start, capsys, monkeypat
     keys = ["lora.rank=2", "lora.alpha=6", "lora.targets=w_.*", "lora.dropout=0.2", "mesh.d=2", "training.steps=5"]
     assert start("lora", *keys) == 1
     assert "the program: models.llama\n" in capsys.readouterr().err
-    changed = "the program of that run and models/ differ (models.llama): if they compute the same model, "
+    changed = "the program of that run and models/ differ (models.llama): a changed model needs a family "
+    changed += "(docs/recipes/family.md); only if they compute the same, "
     assert start("next", f"initial_weights={lora_run}") == 1
     assert f"{changed}add allow_config_change=true" in capsys.readouterr().err
     with pytest.raises(RunError, match=re.escape(f"{changed}add this")):

@@ -52,6 +52,7 @@ Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
 @dataclass(frozen=True, kw_only=True)
 class Serve(OnFewerBytes):
     WORDS: ClassVar = ("model",)
+    IS_SERVER: ClassVar = True
 
     host: NotEmpty = "127.0.0.1"  # its address; 0.0.0.0: for other machines too, best with an api_key
     port: Port = 8000  # its port

@@ -98,7 +98,9 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         elif {"--help", "-h"} & set(arguments):
             print(help_page(main, config_class, None, CONFIG_FOLDER))
         else:
-            with heartbeat(2, lambda text: print_error(text, "note")):  # a tool's standard output may be its result
+            is_server = getattr(config_class, "IS_SERVER", False)  # whose silence is no work
+            # A tool's standard output may be its result.
+            with contextlib.nullcontext() if is_server else heartbeat(2, lambda text: print_error(text, "note")):
                 main(read(config_class, arguments), *others)
             if output_is_failing():  # what it took may be a part of the result
                 leave(1)

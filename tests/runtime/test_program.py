@@ -8,13 +8,16 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import pytest
 import small
 from several_hosts import where
 
+import train
 from docs import generate
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
+from runtime.config.command_line import load
 from runtime.data.sources import keep_tokenizer, kept_tokenizer
 from runtime.data.tokenizers import load_tokenizer, tokenizer_identity, train_bpe
 from runtime.terminal import RunError
@@ -91,6 +94,25 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
         kept == {**first["program"], "source": text} and kept["module"] == second["program"]["module"] == "my_trainer"
     )
     assert program.changed(first["program"]["files"], second["program"]["files"]) == ["my_trainer"]
+
+
+@pytest.mark.parametrize("of, name, where", [(train, "rms_norm", "a_script"), (jax.nn, "silu", "__main__")])
+def test_what_a_script_replaces_is_known(monkeypatch, of, name, where):
+    """A function that another module puts in the place of train.py's, or a script in that of JAX's: the run's model is
+    none of this project's, and a run without the script does not go on with it."""
+    config = load(train.Config, "local_test_synthetic")
+    before = program.recorded(config)
+    assert program.changed(program.model_of({"program": before}), program.released("train", None)) == []
+
+    def another(x):
+        return x
+
+    another.__module__ = where
+    monkeypatch.setattr(of, name, another)
+    now = program.recorded(config)
+    replaced = [f"{of.__name__}.{name}"]
+    assert program.changed(program.model_of({"program": now}), program.released("train", None)) == replaced
+    assert program.differences({"program": now}, before) == replaced
 
 
 def test_the_commit_and_local_changes(tmp_path):
