@@ -250,7 +250,7 @@ def test_files(tmp_path):
     for split, _ in cases:  # all at once
         split._process.ask(100)
     for split, held in cases:
-        assert not split.reach(100) and split.token_count == 18
+        assert split.reach(18) and not split.reach(19) and split.token_count == 18
         assert np.asarray(split.encoded_tokens).tolist() == tokens_of(held)
         split.close()
     assert len(list((tmp_path / "run/tokens").iterdir())) == 4
