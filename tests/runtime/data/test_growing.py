@@ -155,6 +155,7 @@ def test_another_host_waits_for_the_first(written, monkeypatch):
     waiting = loader(other)
     threading.Timer(0.3, waiting.close).start()
     assert_refuses("the text is closed", waiting.load, 40)
+    assert first.reach(len(TOKENS)) and not first.reach(len(TOKENS) + 1)
 
 
 def test_what_other_programs_ask_for(written, monkeypatch):
