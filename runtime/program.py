@@ -132,31 +132,30 @@ def recorded(config: Any) -> dict[str, Any]:
     changes = _git(file.parent, "status", "--porcelain")
     family = sys.modules[type(getattr(config, "model", None)).__module__]
     files = _hashes(name, file) | (_of_family(family) if family.__name__.startswith("models.") else {})
+    modules = {imported: sys.modules[imported] for imported in files.keys() & sys.modules.keys()} | {name: module}
     return {
         "module": name,
-        "files": files | _replaced({**{other: sys.modules.get(other) for other in files}, name: module}),
+        "files": files | _replaced(modules),
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
     }
 
 
-def _replaced(modules: Mapping[str, ModuleType | None]) -> dict[str, str]:
+def _replaced(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     """Where functions and classes are from that a script or a notebook has put in the place of those of these modules'
     files, or of JAX's: {"train.rms_norm": "of __main__"}."""
     places = dict[str, str]()
     for name, module in modules.items():
-        defined = re.findall(r"^(?:def|class) (\w+)", Path(module.__file__ or "").read_text(), re.M) if module else []
-        for inner in defined:
-            where = getattr(getattr(module, inner, None), "__module__", None)
-            places |= {f"{name}.{inner}": f"of {where}"} if module and where not in (None, module.__name__) else {}
-    for name in ("jax.nn", "jax.numpy", "jax.lax"):
-        values = vars(sys.modules[name]).items() if name in sys.modules else ()
-        places |= {
-            f"{name}.{inner}": "of __main__"
-            for inner, value in values
-            if getattr(value, "__module__", None) == "__main__"
-        }
+        source = Path(inspect.getfile(module)).read_text(encoding="utf-8")
+        for defined in re.findall(r"^(?:def|class) (\w+)", source, re.M):
+            where = getattr(getattr(module, defined, None), "__module__", module.__name__)
+            if where != module.__name__:
+                places[f"{name}.{defined}"] = f"of {where}"
+    for name in {"jax.nn", "jax.numpy", "jax.lax"} & sys.modules.keys():
+        for inner, value in vars(sys.modules[name]).items():
+            if getattr(value, "__module__", None) == "__main__":
+                places[f"{name}.{inner}"] = "of __main__"
     return places
 
 

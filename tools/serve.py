@@ -37,9 +37,9 @@ from models.decoding import Drawing, Slots, devices_of_rows
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
-from runtime.terminal import RunError, needs_package, print_line, run_errors
+from runtime.terminal import RunError, heartbeat, needs_package, print_line, run_errors
 from tools.engine import Answer, Engine, SharedSlots
-from tools.hosts import from_first, is_first
+from tools.hosts import from_first, is_first, note
 from tools.ready import OnFewerBytes, ReadyModel, Text, ready_model, require_writer, start_mesh
 
 PAGE = Path(__file__).parent / "chat.html"
@@ -399,7 +399,8 @@ def main(config: Serve) -> None:
         if config.rows % devices_of_rows():
             text = f"a multiple of {devices_of_rows()}, the devices that share them"
             raise RunError(f"rows = {config.rows}: expected {text}")
-        ready = ready_model(config)
+        with heartbeat(2, note):
+            ready = ready_model(config)
         require_writer(ready.source)
         if ready.tokenizer is None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")

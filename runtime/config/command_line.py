@@ -98,7 +98,7 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         elif {"--help", "-h"} & set(arguments):
             print(help_page(main, config_class, None, CONFIG_FOLDER))
         else:
-            is_server = getattr(config_class, "IS_SERVER", False)  # whose silence is no work
+            is_server = getattr(config_class, "IS_SERVER", False)  # its silence is that of its clients
             # A tool's standard output may be its result.
             with contextlib.nullcontext() if is_server else heartbeat(2, lambda text: print_error(text, "note")):
                 main(read(config_class, arguments), *others)
@@ -150,6 +150,7 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
     if not issubclass(config_class, RunConfig):
         return read(config_class, overrides)
     name, overrides, folder = config_name or config_class.CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
+    _keep_memory()  # in a notebook nothing else does
     _prepare(config_class)
     with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
         composed = hydra.compose(name, overrides, return_hydra_config=True)

@@ -1,11 +1,14 @@
 """`python -m train` as hydra's users know it: flags, sweeps, launchers, completion; what it prints and how it ends."""
 
+import dataclasses
 import json
 import os
 import pickle
 import platform
 import subprocess
 import sys
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import small
@@ -17,6 +20,7 @@ from hydra.plugins.launcher import Launcher
 from pages import ROOT
 
 import train
+from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
@@ -269,6 +273,21 @@ def test_the_shell_completes_keys(monkeypatch, capsys, line, choices):
     assert capsys.readouterr().out.split() == choices.split()
     assert run(monkeypatch, "-sc", "install=bash", main=pytest.fail) == 0
     assert "complete -o nospace" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_server", [False, True])
+def test_who_is_said_to_be_running_still(monkeypatch, is_server):
+    """A tool that says nothing for long; a server says so itself while it loads, and not while it waits for clients."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Tool:
+        IS_SERVER: ClassVar = is_server
+
+    watched = []
+    monkeypatch.setattr(command_line, "heartbeat", lambda descriptor, say: watched.append(descriptor) or nullcontext())
+    monkeypatch.setattr(sys, "argv", ["tool"])
+    command_line.run(lambda config: None, Tool)
+    assert watched == ([] if is_server else [2])
 
 
 # ---- as a program
