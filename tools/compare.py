@@ -25,7 +25,7 @@ from ledger.pages.differences import differences as of_ledgers
 from ledger.pages.table import Table
 from runtime.config import command_line
 from runtime.config.keys import NotNegative
-from runtime.files import open_file, write_whole
+from runtime.files import LARGEST_BYTES, open_file, write_whole
 from runtime.terminal import RunError, print_error, print_line, printable, run_errors
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 from runtime.tracking.report import compare_page, write_report
@@ -88,7 +88,7 @@ def costs(before: str | Path, after: str | Path) -> list[str]:
     ledgers = []
     for path in (before, after):
         with run_errors(f"{path} is no ledger: give the ledger.json of a run folder", ValueError, LookupError):
-            open_file(path).close()
+            open_file(path, LARGEST_BYTES).close()
             ledgers.append(load(path))
     return of_ledgers(*ledgers)
 
