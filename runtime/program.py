@@ -39,6 +39,7 @@ NO_MODEL = {
 PARTLY_DECODED = {"models.layers", "models.context"}  # decoding has no kernels, and a part of these alone
 QUIET = r"(typed|functools.cache|pytree_dataclass)$|dataclass\(|jax.named_scope\('"  # decorators that only change one
 RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
+OF_JAX = {"jax", "numpy", "ml_dtypes", "builtins", "types", "typing"}  # where JAX's names are from
 LONGEST_GIT_S = 10.0
 
 
@@ -143,8 +144,8 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def _replaced(modules: Mapping[str, ModuleType]) -> dict[str, str]:
-    """Where functions and classes are from that a script or a notebook has put in the place of those of these modules'
-    files, or of JAX's: {"train.rms_norm": "of __main__"}."""
+    """Where functions and classes are from that stand in the place of those of these modules' files, or of JAX's, since
+    a script, a notebook or a helper put them there: {"train.rms_norm": "of __main__"}."""
     places = dict[str, str]()
     for name, module in modules.items():
         source = Path(inspect.getfile(module)).read_text(encoding="utf-8")
@@ -154,8 +155,9 @@ def _replaced(modules: Mapping[str, ModuleType]) -> dict[str, str]:
                 places[f"{name}.{defined}"] = f"of {where}"
     for name in {"jax.nn", "jax.numpy", "jax.lax"} & sys.modules.keys():
         for inner, value in vars(sys.modules[name]).items():
-            if getattr(value, "__module__", None) == "__main__":
-                places[f"{name}.{inner}"] = "of __main__"
+            where = getattr(value, "__module__", None) or "jax"
+            if callable(value) and where.partition(".")[0] not in OF_JAX:
+                places[f"{name}.{inner}"] = f"of {where}"
     return places
 
 

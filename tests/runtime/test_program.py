@@ -96,10 +96,13 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     assert program.changed(first["program"]["files"], second["program"]["files"]) == ["my_trainer"]
 
 
-@pytest.mark.parametrize("of, name, where", [(train, "rms_norm", "a_script"), (jax.nn, "silu", "__main__")])
+REPLACED = [(train, "rms_norm", "a_script"), (jax.nn, "silu", "__main__"), (jax.numpy, "sin", "a_helper.activations")]
+
+
+@pytest.mark.parametrize("of, name, where", REPLACED)
 def test_what_a_script_replaces_is_known(monkeypatch, of, name, where):
-    """A function that another module puts in the place of train.py's, or a script in that of JAX's: the run's model is
-    none of this project's, and a run without the script does not go on with it."""
+    """A function that another module puts in the place of train.py's or of JAX's: the run's model is none
+    of this project's, and a run without the module does not go on with it."""
     config = load(train.Config, "local_test_synthetic")
     before = program.recorded(config)
     assert program.changed(program.model_of({"program": before}), program.released("train", None)) == []
