@@ -1,7 +1,7 @@
 """What a person reads in a terminal: errors, lines, bars, and how a process ends.
 
 Printing never ends a program. What standard output does not take (a full disk, a closed pipe) goes to standard error
-and to `messages.txt` of the run folder; a tool then ends with status 1.
+and to `messages.txt` of the run folder; without one, the program ends with status 1.
 """
 
 import atexit
@@ -110,8 +110,8 @@ _LOCK = threading.RLock()  # of lines and bars
 
 
 def output_is_failing() -> bool:
-    """Whether standard output did not take the last line."""
-    return _OUTPUT.is_failing
+    """Whether neither standard output nor a run folder took the last line."""
+    return _OUTPUT.is_failing and _messages is None
 
 
 def _tqdm() -> Any:

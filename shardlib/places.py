@@ -10,6 +10,10 @@ from pathlib import Path
 
 import jax
 
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Programs that are read and changed as the user's own, also where `pip install` has put them.
+_PROGRAMS = tuple(os.path.join(_ROOT, name) for name in ("train.py", "train_any.py", "pipeline.py", "optimizers.py"))
+_PROGRAMS += (os.path.join(_ROOT, "models", ""),)
 _not_users = [
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
@@ -29,7 +33,7 @@ def is_users(file_name: str) -> bool:
     wherever packages are (a user's own, Debian's, a folder of `pip install --target`). A cell of IPython's is."""
     if file_name.startswith(tuple(_not_users)) or file_name.endswith(".pyx"):  # Cython's, of NumPy
         return file_name.startswith("<ipython-input")
-    return not any(_has_packages(str(folder)) for folder in Path(file_name).parents)
+    return file_name.startswith(_PROGRAMS) or not any(_has_packages(str(folder)) for folder in Path(file_name).parents)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from runtime.checkpoints.checkpoint import (
 )
 from runtime.config import command_line
 from runtime.config.rebuild import flat
-from runtime.terminal import RunError, columns, printable
+from runtime.terminal import RunError, columns, print_line
 
 THREADS = 8  # chunks that are read at the same time
 
@@ -63,11 +63,6 @@ def main(config: LookAt) -> None:
             diff(checkpoint, open_newest(config.other, pool), pool)
 
 
-def say(text: str) -> None:
-    """Prints what a stranger may have named, or a URL's password."""
-    print(printable(text))
-
-
 def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
     """Prints what a checkpoint is, and returns it: whole, damaged or incomplete."""
     began = time.perf_counter()
@@ -75,26 +70,26 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         opened = open_checkpoint(store, name, pool)
         chunks, faults = verify(opened, pool)
     except Incomplete:
-        say(f"{name}: incomplete, it was not written to its end")
+        print_line(f"{name}: incomplete, it was not written to its end")
         return "incomplete"
     except Damaged as damaged:
-        say(f"{name}: DAMAGED\n  {damaged.what}")
+        print_line(f"{name}: DAMAGED\n  {damaged.what}")
         return "damaged"
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in opened.arrays.values())
     what = f"{chunks} chunks of {len(opened.arrays)} leaves, {amount(size, 'B')}"
     text = f"{what}, read in {time.perf_counter() - began:.1f} s"
     if faults:
-        say("\n  ".join([f"{name}: DAMAGED, {len(faults)} of {text}", *faults]))
+        print_line("\n  ".join([f"{name}: DAMAGED, {len(faults)} of {text}", *faults]))
         return "damaged"
-    say(f"{name}: whole, {text}" + ("" if opened.is_bound else f"; {UNBOUND}"))
+    print_line(f"{name}: whole, {text}" + ("" if opened.is_bound else f"; {UNBOUND}"))
     return "whole"
 
 
 def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
-    say(f"checkpoint {checkpoint.path}")
+    print_line(f"checkpoint {checkpoint.path}")
     for key, value in described(checkpoint).items():
         if not key.startswith("program.files."):
-            say(f"  {key}: {json.dumps(value)}")
+            print_line(f"  {key}: {json.dumps(value)}")
     rows, values, size = [("leaf", "dtype", "shape", "size", "norm", "")], 0, 0
     for name in sorted(checkpoint.arrays):
         leaf = read_leaf(checkpoint, name, pool)
@@ -103,20 +98,20 @@ def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
         note = f"{not_finite} not finite" if not_finite else ""
         norm = np.linalg.norm(leaf.astype(np.float64))
         rows.append((name, leaf.dtype.name, str([*leaf.shape]), amount(leaf.nbytes, "B"), f"{norm:.6g}", note))
-    say("\n".join(columns(rows, right={3, 4})))
-    say(f"{len(checkpoint.arrays)} leaves, {values:,} values, {amount(size, 'B')}")
+    print_line("\n".join(columns(rows, right={3, 4})))
+    print_line(f"{len(checkpoint.arrays)} leaves, {values:,} values, {amount(size, 'B')}")
 
 
 def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> None:
-    say(f"first   {first.path}\nsecond  {second.path}")
+    print_line(f"first   {first.path}\nsecond  {second.path}")
     ours, theirs = described(first), described(second)
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
-            say(f"  {key}: {json.dumps(ours.get(key))} -> {json.dumps(theirs.get(key))}")
+            print_line(f"  {key}: {json.dumps(ours.get(key))} -> {json.dumps(theirs.get(key))}")
     names = sorted(first.arrays.keys() | second.arrays.keys())
     different = [(name, what) for name in names if (what := difference(name, first, second, pool))]
-    say("\n".join(columns([("leaf", "what differs"), *different])))
-    say(f"{len(names) - len(different)} leaves are the same bit for bit, {len(different)} differ")
+    print_line("\n".join(columns([("leaf", "what differs"), *different])))
+    print_line(f"{len(names) - len(different)} leaves are the same bit for bit, {len(different)} differ")
 
 
 def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> str:

@@ -7,11 +7,12 @@ clearshard --version
 
 import importlib.metadata
 import importlib.util
-import os
 import pkgutil
 import runpy
 import sys
 from pathlib import Path
+
+from runtime.terminal import output_is_failing, print_line
 
 
 def programs() -> dict[str, str]:
@@ -39,8 +40,6 @@ def main() -> None:
         case [name, *_]:
             sys.exit(f"error: clearshard has no command {name}: expected one of {', '.join(known)}")
     if said:
-        try:
-            print(said, flush=True)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
-            sys.exit(f"error: standard output fails: {error}")
+        print_line(said)
+        if output_is_failing():
+            sys.exit(1)

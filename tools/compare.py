@@ -26,7 +26,7 @@ from ledger.pages.table import Table
 from runtime.config import command_line
 from runtime.config.keys import NotNegative
 from runtime.files import LARGEST_BYTES, open_file, write_whole
-from runtime.terminal import RunError, print_error, print_line, printable, run_errors
+from runtime.terminal import RunError, print_error, print_line, run_errors
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 from runtime.tracking.report import compare_page, write_report
 
@@ -51,7 +51,7 @@ class Compare:
 def main(config: Compare) -> None:
     if all(path.endswith(".json") for path in config.runs):
         lines = [line for other in config.runs[1:] for line in costs(config.runs[0], other)]
-        print(printable("\n".join(lines)) if lines else "The ledgers say the same.")
+        print_line("\n".join(lines) or "The ledgers say the same.")
         sys.exit(bool(lines))
     runs = with_short_names([read_run(path) for path in config.runs], config.runs)
     damaged = [problem for run in runs for problem in run.damaged]
@@ -59,7 +59,7 @@ def main(config: Compare) -> None:
         for problem in damaged:
             raise RunError(problem)
         for other in runs[1:]:
-            print(printable(equal(runs[0], other, config.tolerance)))
+            print_line(equal(runs[0], other, config.tolerance))
         return
     summary, changed = Table("At the end", COLUMNS, list(map(row, runs))), differences(runs)
     ledgers = [run.folder / "ledger.json" for run in runs]

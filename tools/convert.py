@@ -34,7 +34,7 @@ from runtime.config.rebuild import as_tree
 from runtime.data.sources import RECORD, keep_tokenizer, kept_tokenizer
 from runtime.data.tokenizers import Tokenizer, load_tokenizer
 from runtime.files import read_bytes
-from runtime.terminal import RunError, print_error, printable, run_errors
+from runtime.terminal import RunError, print_error, print_line, run_errors
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -68,7 +68,7 @@ def main(config: Convert) -> None:
         if config.adapter:
             with written_whole(to) as folder:
                 export_adapters(source, folder)
-            return print(printable(f"{source.checkpoint.path} -> {to}: adapters of {kind}"))
+            return print_line(f"{source.checkpoint.path} -> {to}: adapters of {kind}")
         if source.is_published:
             if config.dtype is not None:
                 raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
@@ -85,7 +85,7 @@ def main(config: Convert) -> None:
                     f"model.capacity = {capacity}: this may drop tokens, the published model drops none", "note"
                 )
             kind = read_json(to / "config.json")["model_type"]
-    print(printable(f"{source.checkpoint.path} -> {to}: {kind}, {count(source):,} parameters"))
+    print_line(f"{source.checkpoint.path} -> {to}: {kind}, {count(source):,} parameters")
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from runtime.config import command_line
 from runtime.config.checks import check_dataset
 from runtime.data.chunks import read_errors
 from runtime.data.sources import open_data
-from runtime.terminal import RunError
+from runtime.terminal import RunError, print_line
 from runtime.tracking.trackers import PACKAGES
 from shardlib.mesh import shard_map
 from shardlib.shardtypes import make_shardings, mesh_text
@@ -62,11 +62,11 @@ def main(config: Any) -> None:
         if fix or jax.process_index() == 0:
             text = [f"{'WRONG' if fix else 'ok':6} {part:25} {state}", f"{'':33}fix: {fix}"][: 1 + bool(fix)]
             for line in text:
-                print(textwrap.fill(line, 120, subsequent_indent=" " * 33, break_on_hyphens=False), flush=True)
+                print_line(textwrap.fill(line, 120, subsequent_indent=" " * 33, break_on_hyphens=False))
     if wrong:
         raise RunError(f"missing or broken: {', '.join(wrong)}; the fix of each is below it")
     if jax.process_index() == 0:
-        print("\nNothing that this run needs is missing or broken.")
+        print_line("\nNothing that this run needs is missing or broken.")
 
 
 def rows(config: Any) -> Iterator[Row]:

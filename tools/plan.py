@@ -30,7 +30,7 @@ from runtime.cluster.tuning import options
 from runtime.config import command_line
 from runtime.files import write_all
 from runtime.run import with_shardings
-from runtime.terminal import RunError, wrapped
+from runtime.terminal import RunError, print_line, wrapped
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
@@ -61,7 +61,7 @@ def main(config: Any) -> None:
     config = with_kernel(program.resolved(config, trainer), machine)
     if config.sweep:
         best = sweep(config, machine)
-        return print("", *map(wrapped, of_the_run(config, best.estimate, best.ledger)), sep="\n")
+        return print_line("\n".join(["", *map(wrapped, of_the_run(config, best.estimate, best.ledger))]))
     config = on_mesh(config)
     try:
         if config.compile:
@@ -89,10 +89,10 @@ def title_of(config: Any, ledger: Ledger) -> str:
 def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fixes: Sequence[str] = ()) -> None:
     """Prints a plan, and writes the ledger's pages where the config names a folder."""
     estimate = roofline.roofline(ledger, machine, config.per_host)
-    print("\n".join(map(wrapped, [title, *report(config, ledger, estimate, fixes)])), flush=True)
+    print_line("\n".join(map(wrapped, [title, *report(config, ledger, estimate, fixes)])))
     if config.folder is not None:
         write_all(config.folder, files.pages(ledger, estimate))
-        print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
+        print_line(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
 
 
 def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequence[str] = ()) -> list[str]:
@@ -175,23 +175,25 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
     except absent.TooLarge as error:
         raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
     took, text, analysis = time.perf_counter() - began, compiled.as_text() or "", compiled.memory_analysis()
-    print(f"\nCompiled for {len(devices)} × {devices[0].device_kind} that are not here, in {took:.0f} s.")
+    print_line(f"\nCompiled for {len(devices)} × {devices[0].device_kind} that are not here, in {took:.0f} s.")
     peak = check.peak_bytes(compiled)
     forecast = f"forecast {gigabytes(ledger.memory.bytes)}, ratio {ledger.memory.bytes / peak:.2f}"
-    print(f"XLA's memory of one device: {gigabytes(peak)}; {forecast}")
+    print_line(f"XLA's memory of one device: {gigabytes(peak)}; {forecast}")
     if analysis is not None:
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         parts = analysis.argument_size_in_bytes, results, analysis.temp_size_in_bytes
         for name, part in zip(("arguments", "results in no argument's place", "temporary"), parts):
-            print(f"  {name:<32}{gigabytes(part):>12}")
+            print_line(f"  {name:<32}{gigabytes(part):>12}")
     rows = check.differences(ledger, text)
-    print(f"\n{len(rows)} differences between what is written and what the compiled step sends{':' if rows else '.'}")
-    print(*(f"  {row}\n" for row in rows), sep="")
+    print_line(
+        f"\n{len(rows)} differences between what is written and what the compiled step sends{':' if rows else '.'}"
+    )
+    print_line("".join(f"  {row}\n" for row in rows))
     sent = overlap.overlaps(text)
     total = sum(row.bytes * row.times for row in sent)
     alone = sum(row.bytes * row.times for row in sent if row.stands_alone) / max(total, 1)
     share = f"{alone:.0%} of the operands' bytes are sent while nothing runs"
-    print(f"What runs while it sends, by the schedule ({share}):", *(f"  {row}" for row in sent), sep="\n")
+    print_line("\n".join([f"What runs while it sends, by the schedule ({share}):", *(f"  {row}" for row in sent)]))
 
 
 if __name__ == "__main__":

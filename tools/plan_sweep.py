@@ -20,7 +20,7 @@ from ledger.pages.render import render
 from ledger.pages.table import Bar, Table
 from runtime import program
 from runtime.files import write_all
-from runtime.terminal import RunError, progress, wrapped
+from runtime.terminal import RunError, print_line, progress, wrapped
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
 
@@ -69,15 +69,16 @@ def sweep(config: Any, machine: hardware.Hardware) -> Choice:
     if not candidates:
         raise RunError(f"no mesh of {devices} devices can be: {refusal}")
     best, notes = table(config, devices, candidates), [*roofline.ASSUMPTIONS, *NOTES]
-    print("\n".join([*best.text(), *map(wrapped, [f"Refused: {refusal}."] * bool(refusal)), "", "Assumed:"]))
-    print("\n".join(wrapped(f"- {note}") for note in notes))
+    refused = map(wrapped, [f"Refused: {refusal}."] * bool(refusal))
+    assumed = (wrapped(f"- {note}") for note in notes)
+    print_line("\n".join([*best.text(), *refused, "", "Assumed:", *assumed]))
     if config.folder is not None:
         page = render(
             "sweep.html", title=f"The best ways on {devices:,} × {config.hardware}", best=best, phases=PHASES,
             kinds={kind.replace(" ", "-"): kind for kind in GROUPS}, assumptions=notes,
         )  # fmt: skip
         write_all(config.folder, {"sweep.html": page})
-        print(f"{config.folder}: sweep.html")
+        print_line(f"{config.folder}: sweep.html")
     return candidates[0]
 
 

@@ -102,8 +102,8 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
             # A tool's standard output may be its result.
             with contextlib.nullcontext() if is_server else heartbeat(2, lambda text: print_error(text, "note")):
                 main(read(config_class, arguments), *others)
-            if output_is_failing():  # what it took may be a part of the result
-                leave(1)
+        if output_is_failing():  # what it took may be a part of the result
+            leave(1)
         sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
         _leave_a_broken_pipe()

@@ -92,7 +92,8 @@ class HuggingFaceDataset:
     tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
     text_field: str = "text"  # the document's field that is trained on
     validation_split: str = "validation"  # validation_batches batches of it are read
-    # tokens that may be written before training wants them; each takes 1 to 4 bytes of the run folder's disk
+    # tokens that may be written before training wants them, up to the end of a block of 1 MB of text; each takes at
+    # most 4 bytes of the run folder's disk
     tokens_ahead: Count = 50_000_000
 
 

@@ -23,6 +23,7 @@ import zarr.errors
 
 from runtime import beside
 from runtime.data.chunks import check_chunks, open_checked, open_group
+from runtime.data.documents import BLOCK_BYTES
 from runtime.data.flat_tokens import Split, open_split
 from runtime.data.read_ahead import NO_END
 from runtime.data.tokenizers import Tokenizer
@@ -40,7 +41,8 @@ class GrowingSplit(Split):
       files: the number of the text's files.
       path: the data set, a folder or a URL, whose split `train` is written.
       keys: other keys of tools.tokenize_text, with their values.
-      tokens_ahead: how many tokens may be written beyond those that were asked for.
+      tokens_ahead: how many tokens may be written beyond those that were asked for; the last block of text, of
+        BLOCK_BYTES, is written whole.
       most_tokens: how many the run will ask for, plus tokens_ahead.
     """
 
@@ -73,8 +75,8 @@ class GrowingSplit(Split):
         if self._is_whole:
             return super().text
         return (
-            f"{self.where} ({self.files:,} files), tokenized beside the run into {self._path}, 1 to 4 bytes a "
-            f"token: at most {4 * self._most_tokens / 1e6:,.1f} MB of disk"
+            f"{self.where} ({self.files:,} files), tokenized beside the run into {self._path}: "
+            f"at most {4 * (self._most_tokens + BLOCK_BYTES) / 1e6:,.1f} MB of disk"
         )
 
     def reach(self, tokens: int) -> bool:

@@ -84,15 +84,20 @@ def test_a_tool_whose_result_is_lost(monkeypatch, capsys):
         assert capsys.readouterr().err.endswith("\nthe result\n") == bool(status)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_the_list_of_programs_is_lost(arguments):
-    """One line, and no traceback when Python ends."""
-    command = [sys.executable, "-c", "from tools.cli import main; main()", *arguments]
+@pytest.mark.parametrize("arguments, last", [
+    ("tools.cli --help", "clearshard {...} --help | --version"),
+    ("tools.plan hardware=h200 hosts=1", "8 GPUs."),
+])  # fmt: skip
+def test_what_a_tool_says_is_not_lost(arguments, last):
+    """It is on standard error, to the last line, with status 1 and without a traceback when Python ends."""
+    module, *others = arguments.split()  # tools.cli is what an installed `clearshard` calls
+    start = ["-c", f"from {module} import main; main()"] if module == "tools.cli" else ["-m", module]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (
-        1, "error: standard output fails: [Errno 28] No space left on device\n"
-    )  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, *start, *others], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and done.stderr.endswith(f"{last}\n")
+    assert "Traceback" not in done.stderr and done.stderr.startswith("warning: standard output cannot be written (")
 
 
 def test_a_signal_in_the_first_line():

@@ -157,7 +157,7 @@ def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
         ((_, found, fix),) = data(config, mesh(4, 2))
     assert fix and found.startswith("hf_dataset.path needs the package datasets, which is not installed: pip install ")
     ((_, found, fix),) = data(config, mesh(4, 2))
-    text = f"the data set {tmp_path}, split 'train' (1 files), tokenized beside the run into ….zarr, 1 to 4 bytes …"
+    text = f"the data set {tmp_path}, split 'train' (1 files), tokenized beside the run into ….zarr: at most …"
     assert not fix and re.fullmatch(re.escape(text).replace("…", ".*"), found)
     assert not Path("runs/local_test_synthetic/tokens").exists()  # the doctor owns no run
     monkeypatch.setattr(refusals, "MAX_BYTES", 1000)

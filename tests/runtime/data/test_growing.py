@@ -114,7 +114,7 @@ def test_no_more_is_asked_for_than_is_read(written):
     split = split_at(written, ahead=64, most=2000)
     with loader(split) as data:
         assert split.token_count == NO_END
-        said = f"the text (3 files), tokenized beside the run into {written}, 1 to 4 bytes a token: at most 0.0 MB"
+        said = f"the text (3 files), tokenized beside the run into {written}: at most 4.2 MB of disk"
         assert data.summary.startswith(said)
         data.load(0)
         writer = split._process
