@@ -27,10 +27,12 @@ from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
-# Rooms that a trainer computes with; and what does not change what it computes: other rooms, and what reads and writes
-# published files.
+# Rooms that a trainer computes with; and what does not change what it computes: other rooms, what reads and writes
+# published files, and what names lines.
 MATHEMATICS = ("train", "optimizers", "pipeline", "models", "shardlib", "kernels", "jax_extra")
-NO_MATHEMATICS = ("runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters")
+NO_MATHEMATICS = {
+    "runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters", "shardlib.places",
+}  # fmt: skip
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
 # The optimizer, the loop and the first values are no part of the model; what reads weights compares their sizes.
 NO_MODEL = {
@@ -285,7 +287,8 @@ def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    names = (before.keys() | now.keys()) - NO_MATHEMATICS  # earlier versions recorded one of them
+    return sorted(name for name in names if before.get(name) != now.get(name))
 
 
 def _of_file(path: Path) -> ModuleType:

@@ -22,13 +22,21 @@ from typing import Any, NoReturn
 # The status of one of several processes after an exception other than a RunError, by which JAX ends the others, too:
 # starting again may help.
 DIED = 134
-INSTALL = "pip install -r requirements-text.txt"
 SILENT_S = 60.0  # the longest time without a line in a file
 LEADER_LINGERS_S = 5.0  # the others end when process 0 does, but first print the same error
 
 _process = ""  # of several: "host gpu-07 (process 7 of 16): "
 _lingers_s = 0.0
 _messages: Path | None = None  # takes what standard output does not
+
+
+def install(what: str) -> str:
+    """The command that installs the packages of requirements-WHAT.txt; an installed clearshard comes without files."""
+    file = Path(__file__).parents[1] / f"requirements-{what}.txt"
+    return f"pip install -r {file.name}" if file.exists() else f'pip install ".[{what}]" in the clone'
+
+
+INSTALL = install("text")
 
 
 class RunError(Exception):

@@ -22,11 +22,11 @@ from runtime.config.keys import Count, NotEmpty, Steps
 from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
-from runtime.terminal import RunError, needs_package, progress, run_errors
+from runtime.terminal import RunError, install, needs_package, progress, run_errors
 from tools.hosts import from_first, is_first, note, shared
 from tools.ready import ReadyModel, Writing, write
 
-INSTALL = "pip install -r requirements-score.txt"
+INSTALL = install("score")
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 

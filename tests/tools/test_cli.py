@@ -1,5 +1,6 @@
 """The command `clearshard`."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -57,3 +58,7 @@ def test_the_wheel_runs(tmp_path):
 
     assert said("--version").startswith("clearshard 0.1.0, jax ")
     assert "claims" in said("train", "check_only=true")
+    said("plan", "hardware=h200", "hosts=1", "folder=plan")
+    assert "shardops.all_gather('B/d L M/t -> B/d L M', x)" in (tmp_path / "plan/ledger.txt").read_text()
+    said("make_dataset")
+    assert re.search(r"^ok +packages +python ", said("doctor"), re.MULTILINE)
