@@ -41,7 +41,6 @@ NO_MODEL = {
 PARTLY_DECODED = {"models.layers", "models.context"}  # decoding has no kernels, and a part of these alone
 QUIET = r"(typed|functools.cache|pytree_dataclass)$|dataclass\(|jax.named_scope\('"  # decorators that only change one
 RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
-OF_JAX = {"jax", "numpy", "ml_dtypes", "builtins", "types", "typing"}  # where JAX's names are from
 LONGEST_GIT_S = 10.0
 
 
@@ -147,20 +146,38 @@ def recorded(config: Any) -> dict[str, Any]:
 
 def _replaced(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     """Where functions and classes are from that stand in the place of those of these modules' files, or of JAX's, since
-    a script, a notebook or a helper put them there: {"train.rms_norm": "of __main__"}."""
+    a script, a notebook or a helper put them there: {"train.rms_norm": "layer_norm of __main__"}."""
     places = dict[str, str]()
     for name, module in modules.items():
         source = Path(inspect.getfile(module)).read_text(encoding="utf-8")
         for defined in re.findall(r"^(?:def|class) (\w+)", source, re.M):
-            where = getattr(getattr(module, defined, None), "__module__", module.__name__)
-            if where != module.__name__:
-                places[f"{name}.{defined}"] = f"of {where}"
+            value = getattr(module, defined, None)
+            origin = f"{defined} of {module.__name__}" if value is None else _origin(value)
+            origin = re.sub(r"^\w+\.<locals>\.\w+ ", f"{defined} ", origin)  # what a decorator has made
+            if origin != f"{defined} of {module.__name__}":
+                places[f"{name}.{defined}"] = origin
     for name in {"jax.nn", "jax.numpy", "jax.lax"} & sys.modules.keys():
-        for inner, value in vars(sys.modules[name]).items():
-            where = getattr(value, "__module__", None) or "jax"
-            if callable(value) and where.partition(".")[0] not in OF_JAX:
-                places[f"{name}.{inner}"] = f"of {where}"
+        for inner, origin in _imported(name).items():
+            value = vars(sys.modules[name]).get(inner, origin)
+            if value is not origin:
+                places[f"{name}.{inner}"] = _origin(value)
     return places
+
+
+def _origin(value: Any) -> str:
+    kind = type(value)
+    return f"{getattr(value, '__qualname__', kind.__name__)} of {getattr(value, '__module__', kind.__module__)}"
+
+
+@functools.cache
+def _imported(name: str) -> dict[str, Any]:
+    """What the file of a module of JAX imports into it from other modules."""
+    values = dict[str, Any]()
+    for node in ast.parse(inspect.getsource(sys.modules[name])).body:
+        if isinstance(node, ast.ImportFrom) and node.module in sys.modules:
+            names = [alias for alias in node.names if hasattr(sys.modules[node.module], alias.name)]
+            values |= {alias.asname or alias.name: getattr(sys.modules[node.module], alias.name) for alias in names}
+    return values
 
 
 def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:

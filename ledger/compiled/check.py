@@ -165,5 +165,6 @@ def _but_for(rows: list[Difference], times: int) -> str:
     joined = sum(max(row.written - row.compiled, 0) for row in rows if row.reason == JOINED)
     parts = [f"{merged} of them {MERGED}"] * (merged > 0)
     parts += [f"{joined} of them joined end to end with others"] * (joined > 0)
-    text = f"{times} collectives, {' and '.join(parts) or 'equal by kind, axes, type and bytes'}"
-    return text + f"; what is bfloat16 is {WIDENED}" * any(row.reason == WIDENED for row in rows)
+    widened = any(row.reason == WIDENED for row in rows)
+    equal = "equal by kind, axes and number" if widened else "equal by kind, axes, type and bytes"
+    return f"{times} collectives, {' and '.join(parts) or equal}" + f"; what is bfloat16 is {WIDENED}" * widened

@@ -96,22 +96,25 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     assert program.changed(first["program"]["files"], second["program"]["files"]) == ["my_trainer"]
 
 
-REPLACED = [(train, "rms_norm", "a_script"), (jax.nn, "silu", "__main__"), (jax.numpy, "sin", "a_helper.activations")]
+def another(x):
+    return x
 
 
-@pytest.mark.parametrize("of, name, where", REPLACED)
-def test_what_a_script_replaces_is_known(monkeypatch, of, name, where):
-    """A function that another module puts in the place of train.py's or of JAX's: the run's model is none
-    of this project's, and a run without the module does not go on with it."""
+REPLACED = [
+    (train, "rms_norm", another), (train, "rotary", train.rms_norm), (jax.nn, "silu", another),
+    (jax.nn, "silu", jax.nn.gelu), (jax.numpy, "sin", jax.jit(another)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of, name, by", REPLACED)
+def test_what_a_script_replaces_is_known(monkeypatch, of, name, by):
+    """A function that a script puts in the place of train.py's or of JAX's, its own or another of theirs: the run's
+    model is none of this project's, and a run without the script does not go on with it."""
     config = load(train.Config, "local_test_synthetic")
     before = program.recorded(config)
     assert program.changed(program.model_of({"program": before}), program.released("train", None)) == []
 
-    def another(x):
-        return x
-
-    another.__module__ = where
-    monkeypatch.setattr(of, name, another)
+    monkeypatch.setattr(of, name, by)
     now = program.recorded(config)
     replaced = [f"{of.__name__}.{name}"]
     assert program.changed(program.model_of({"program": now}), program.released("train", None)) == replaced

@@ -292,7 +292,7 @@ def test_what_is_widened_is_no_warning():
     lines, rows = report(ledger, compiled)
     assert len(lines) == 2 and all(row.is_harmless for row in rows)
     assert lines[0] == (
-        "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes; "
+        "The compiled step sends what is written: 155 collectives, equal by kind, axes and number; "
         "what is bfloat16 is sent as float32, twice the bytes, as all bfloat16 is by XLA:CPU."
     )
 
