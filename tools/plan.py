@@ -60,8 +60,7 @@ def main(config: Any) -> None:
     trainer: Any = program.load(config.program)
     config = with_kernel(program.resolved(config, trainer), machine)
     if config.sweep:
-        best = sweep(config, machine)
-        return print_line("\n".join(["", *map(wrapped, of_the_run(config, best.estimate, best.ledger))]))
+        return sweep(config, machine, lambda best: of_the_run(config, best.estimate, best.ledger))
     config = on_mesh(config)
     try:
         if config.compile:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ledger.count.memory import GROUPS
@@ -58,8 +58,9 @@ class Choice:
         return not self.fits, seconds if self.fits else seconds * self.memory_bytes
 
 
-def sweep(config: Any, machine: hardware.Hardware) -> Choice:
-    """Prints a table of the best meshes, draws them into the folder, and returns the first."""
+def sweep(config: Any, machine: hardware.Hardware, of_the_run: Callable[[Choice], list[str]]) -> None:
+    """Prints a table of the best meshes, what a run on the first takes, and what is assumed; draws them into the
+    folder."""
     if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
         raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
     devices = math.prod(vars(config.mesh).values())
@@ -69,9 +70,9 @@ def sweep(config: Any, machine: hardware.Hardware) -> Choice:
     if not candidates:
         raise RunError(f"no mesh of {devices} devices can be: {refusal}")
     best, notes = table(config, devices, candidates), [*roofline.ASSUMPTIONS, *NOTES]
-    refused = map(wrapped, [f"Refused: {refusal}."] * bool(refusal))
+    texts = [*(f"The first: {text}" for text in of_the_run(candidates[0])), *[f"Refused: {refusal}."] * bool(refusal)]
     assumed = (wrapped(f"- {note}") for note in notes)
-    print_line("\n".join([*best.text(), *refused, "", "Assumed:", *assumed]))
+    print_line("\n".join([*best.text(), *map(wrapped, texts), "", "Assumed:", *assumed]))
     if config.folder is not None:
         page = render(
             "sweep.html", title=f"The best ways on {devices:,} × {config.hardware}", best=best, phases=PHASES,
@@ -79,7 +80,6 @@ def sweep(config: Any, machine: hardware.Hardware) -> Choice:
         )  # fmt: skip
         write_all(config.folder, {"sweep.html": page})
         print_line(f"{config.folder}: sweep.html")
-    return candidates[0]
 
 
 def table(config: Any, devices: int, ranked: list[Choice]) -> Table:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pages import ROOT
@@ -113,6 +114,34 @@ def test_the_jobs(monkeypatch, run):
     for keys in (["device=cpu"], ["device=cpu", "configs=[local_18m a.b=1,z]"]):
         assert run(*keys)[0] == 1
     assert asked == [benchmark.cpu_jobs(train), ("local_18m a.b=1", "z")]
+
+
+class Inline:
+    """A pool whose one process is this one."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *given):
+        return SimpleNamespace(result=lambda: function(*given))
+
+
+def test_what_was_measured_is_kept(monkeypatch, tmp_path):
+    """Lines are added to the file; a job that failed has none."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(benchmark, "measure", lambda _, job: None if "batch=3" in job else {"config": job})
+    file = tmp_path / "of/lines.jsonl"
+    config = benchmark.Benchmark(device="cpu", file=str(file))
+    for times in (1, 2):
+        lines = benchmark.measure_all(config, (f"{TINY} training.tokens.batch=3", TINY))
+        assert lines == [{"config": TINY}] and file.read_text() == f'{{"config": "{TINY}"}}\n' * times
 
 
 def test_a_step_that_is_refused(monkeypatch, capsys):

@@ -166,8 +166,8 @@ def test_a_sweep(capsys, tmp_path):
     folder = tmp_path / "swept"
     text = planned(capsys, "local_test_synthetic", *keys, "mesh.d=2", "mesh.t=2", "sweep=true", f"folder={folder}")
     assert text.startswith("local_test_synthetic on 4 × tiny, 8 × 32 tokens; the best first, ")
-    assert "\n\nAssumed:\n" in text and "\n\nTokens a second: " in text
-    rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[2:] if line[0] == " "]
+    assert "\nThe first: Tokens a second: " in text.partition("\n\nAssumed:\n")[0]
+    rows = [line.split() for line in text.partition("\nThe first: ")[0].splitlines()[2:] if line[0] == " "]
     assert {tuple(row[:3]) for row in rows} == {("4", "1", "2"), ("2", "2", "2")}
     both = [float(row[5]) + float(row[8]) for row in rows]
     assert [row[6] for row in rows] == ["µs"] * 2 and both == sorted(both)
@@ -197,7 +197,9 @@ def test_a_sweep_of_a_pipeline(capsys):
     keys = ["program=train_any", "model.layers=4", "training.tokens.batch=32", "hosts=1", "sweep=true"]
     keys += [*tiny(10**9), "training.save_for_backward=everything"]
     plan.main(load(plan_step.plan_class(train_any), "any_pipeline", keys))
-    table, refused = capsys.readouterr().out.partition("\n\n")[0].split("\nRefused: ")
+    said, refused = capsys.readouterr().out.partition("\n\n")[0].split("\nRefused: ")
+    table, first = said.split("\nThe first: ")
+    assert first.startswith("Tokens a second: ")
     rows = [line.split() for line in table.splitlines()[2:]]
     rows = [row for row in rows if row[0] != row[1] == row[3] == "1"]  # p r d c t, for no way of 8 has an e
     assert {(row[0], row[2], row[4], row[5]) for row in rows} == {
