@@ -68,12 +68,14 @@ class Serve(OnFewerBytes):
 # == What clients ask for ==============================================================================================
 _MAX_TOKENS = pydantic.Field(validation_alias=pydantic.AliasChoices("max_tokens", "max_completion_tokens"))
 Stop = Annotated[str, MinLen(1), MaxLen(256)]
-# What a client may send because it changes nothing. null counts as absent for any key.
-WITHOUT_EFFECT = {
-    "best_of": 1, "echo": False, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "metadata": {},
-    "modalities": ["text"], "parallel_tool_calls": True, "presence_penalty": 0, "response_format": {"type": "text"},
-    "service_tier": "auto", "store": False, "suffix": "", "tool_choice": "none", "tools": [], "top_logprobs": 0,
+# Values that a client may send because they change nothing. null counts as absent for any key.
+WITHOUT_EFFECT: dict[str, list[Any]] = {
+    "best_of": [1], "echo": [False], "frequency_penalty": [0], "function_call": ["none", "auto"], "functions": [[]],
+    "logit_bias": [{}], "modalities": [["text"]], "presence_penalty": [0], "response_format": [{"type": "text"}],
+    "service_tier": ["auto", "default"], "store": [False], "suffix": [""], "tool_choice": ["none", "auto"],
+    "tools": [[]], "top_logprobs": [0],
 }  # fmt: skip
+IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}  # whatever their values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,6 @@ class Request(Drawing):
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = field(default_factory=dict)
     model: str | None = None
-    user: str | None = None  # without effect
 
 
 REQUEST = pydantic.TypeAdapter(Request)
@@ -193,8 +194,8 @@ class Api:
         try:
             content = pydantic_core.from_json(bytes(body))
             if isinstance(content, dict):
-                values = {key: value for key, value in content.items() if value is not None}
-                content = {key: value for key, value in values.items() if WITHOUT_EFFECT.get(key, ...) != value}
+                values = {key: content[key] for key in content.keys() - IGNORED if content[key] is not None}
+                content = {key: value for key, value in values.items() if value not in WITHOUT_EFFECT.get(key, [])}
             return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
             first, *others = wrong.errors()

@@ -107,10 +107,14 @@ WITHOUT_EFFECT = dict(
     best_of=1, echo=False, frequency_penalty=0, logit_bias={}, presence_penalty=0.0, suffix=None, user="me",
 )  # fmt: skip
 CHAT_WITHOUT_EFFECT = dict(
-    frequency_penalty=0, functions=[], logit_bias={}, logprobs=False, metadata={}, modalities=["text"],
-    parallel_tool_calls=True, presence_penalty=0, response_format={"type": "text"}, service_tier="auto", store=False,
-    tool_choice="none", tools=[], top_logprobs=0, user="me", max_tokens=None,
+    frequency_penalty=0, function_call="none", functions=[], logit_bias={}, logprobs=False, metadata={"run": "first"},
+    modalities=["text"], parallel_tool_calls=True, presence_penalty=0, prompt_cache_key="cat",
+    response_format={"type": "text"}, safety_identifier="me", service_tier="auto", store=False, tool_choice="none",
+    tools=[], top_logprobs=0, user="me", max_tokens=None,
 )  # fmt: skip
+OTHERS_WITHOUT_EFFECT = dict(
+    function_call="auto", parallel_tool_calls=False, service_tier="default", tool_choice="auto", tools=[]
+)
 
 
 def test_parameters_without_effect(server):
@@ -120,8 +124,10 @@ def test_parameters_without_effect(server):
     assert given.choices == expected.choices and given.usage == expected.usage
     messages = [{"role": "user", "content": "the cat"}]
     create = functools.partial(server.client.chat.completions.create, messages=messages, model="cat", seed=3)
-    expected, given = create(max_tokens=8), create(max_completion_tokens=8, **CHAT_WITHOUT_EFFECT)
-    assert given.choices == expected.choices and given.usage.completion_tokens == 8
+    expected = create(max_tokens=8)
+    for more in (CHAT_WITHOUT_EFFECT, OTHERS_WITHOUT_EFFECT):
+        given = create(max_completion_tokens=8, **more)
+        assert given.choices == expected.choices and given.usage.completion_tokens == 8
 
 
 def texts_of(completion):
