@@ -72,7 +72,7 @@ def test_it_trains_alike_on_every_mesh(title, tmp_path):
     assert one[1] > one[2] > one[3]
 
 
-@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow) for title in sorted(PAGES)])
+@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow) for title in sorted(RECIPES)])
 def test_what_imports_train_py_still_does(title, tmp_path):
     """Every program beside train.py starts with the changed one in its place, and knows that it is another."""
     copy_of_the_repository(tmp_path)
