@@ -236,7 +236,7 @@ def named(family: ModuleType, model: Any, places: list[Place]) -> list[Named]:
 
 
 def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], Factor], about: dict) -> None:
-    """Writes a folder that PEFT loads.
+    """Writes adapters as a folder that PEFT can load.
 
     Args:
       read: returns a or b of all layers.

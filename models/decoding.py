@@ -46,7 +46,7 @@ from shardlib.typed import typed
 CHUNK = 256  # most tokens of a prompt that are read at once, else the power of two that holds the rest of it
 SMALLEST_CHUNK = 16  # so that few programs are compiled
 SHORTEST_BURST, BURST = 4, 32  # tokens that are drawn before the host looks at them
-SLOTS = 128  # a cache has a multiple of it, so that few programs are compiled
+SLOTS = 128  # a cache's length is rounded up to a multiple of it, so that few programs are compiled
 # XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2): there attention widens what it reads, but
 # not in the plan of another machine, which sets this.
 is_planned = False
@@ -99,7 +99,7 @@ CONTRACTED = {
 
 
 def columns_of(layer: Any) -> dict[str, tuple[ArrayType, str]]:
-    """The matrices of a gathered layer, a tree of array types, that int8 rounds: type, and the dims of its columns."""
+    """The matrices that int8 rounds, by name: array type and column dims. `layer`: a gathered layer's array types."""
     matrices = {}
     for name, array in vars(layer).items():
         if array is not None and name in CONTRACTED:
@@ -465,7 +465,7 @@ def candidates(
         top, place = lax.top_k(values, N)
         return top[:, None], jnp.take(ids, place)[:, None]
 
-    # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
+    # Each device along t finds the N likeliest of its part; they are gathered, 8N bytes a row and device.
     best, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', largest, values, ids, N=N)
     best, names = [shardops.all_gather('B/b t/t N -> B/b t N', x) for x in (best, names)]
 
@@ -553,9 +553,9 @@ class Programs:
         cache = programs("read")(ends, stack, cache, tokens, counts)
 
     Args:
-      weights: the shapes of the model's.
-      kept: how the layers' weights are: None, gathered over w; 'int8', gathered and rounded by `quantized`; 'split', as
-        in `split`.
+      weights: the shapes of the model's weights.
+      kept: how the layers' weights are stored: None, gathered over w; 'int8', gathered and rounded by `quantized`;
+        'split', as in `split`.
     """
 
     def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
@@ -564,7 +564,7 @@ class Programs:
         layer = narrowed(family.Gathered, getattr(weights, name))
         stacks = {None: layer, "int8": quantized_type(layer), "split": narrowed(family.Layer, getattr(weights, name))}
         self.settings = {"gather": {"stack": name, "kept": kept, "layer": layer}}
-        # By an argument's name.
+        # Argument types by name.
         self.types = {
             "weights": narrowed(family.Weights, weights),
             "ends": family.Ends,
@@ -595,7 +595,7 @@ class Programs:
         return typed_shard_map(program)
 
     def _compiled(self, which: str, **settings: Any) -> Callable:
-        """The same, compiled. It also takes host arrays, equal on every process; the caller gives up cache and rows."""
+        """`mapped`, compiled. It also takes host arrays, equal on every process; it donates cache and rows."""
         mapped = self.mapped(which, **settings)
         types = {name: parameter.annotation for name, parameter in mapped.signature.parameters.items()}
         given_up = [place for place, name in enumerate(types) if name in ("cache", "rows")]

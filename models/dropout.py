@@ -72,7 +72,7 @@ class Drop:
 
 
 class Residual(str):
-    """'M/t': how the residual lies. `layers.reduce_residual` drops elements of what is added to it."""
+    """'M/t', the residual's layout, with dropout: `layers.reduce_residual` drops elements of what it adds."""
 
     drop: Drop
 

@@ -199,7 +199,7 @@ def multiplied(matrices, E, x, weight, choice, held, *parts):
     def add_if_any(y, chunk):
         return lax.cond(jnp.any(chunk[-1]), add, lambda y, _: y, y, chunk), None
 
-    # All pairs could be a device's own, and count / E of them are on average: the other chunks are skipped.
+    # A device may hold all pairs; on average it holds count / E of them, so the other chunks are skipped.
     chunks, y = blocks(expert, count, E), jnp.zeros_like(tokens)
     needed = f'busy={expert.size}:{chunks[-1].size}'  # for the ledger: rows that do not fill up a block
     with jax.named_scope(f'{needed}/taken={count}:{E}'):

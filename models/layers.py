@@ -279,7 +279,7 @@ class Options:
     kept: str = 'everything'
     unroll: bool = False
     fp8: bool = False  # matrices are gathered and multiplied as 8-bit numbers (`products.Float8`)
-    dropout: Dropout | None = None  # on what a layer adds, before a bias or a norm behind it; in training alone
+    dropout: Dropout | None = None  # on the output of each half of a layer, before its bias and norm; in training only
     adapt: Callable = lambda w, low: w  # adapt(gathered layer, one layer of `low`) puts adapters (`Adapted`) in
     low: Any = None  # adapters of the layers; for T5 a pair, the encoder's and the decoder's
 

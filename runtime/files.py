@@ -78,7 +78,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def multiply(references: Sequence[str]) -> bool:
-    """Whether references, which may refer to values with references, may repeat a value too often.
+    """Whether nested references could repeat a value more than MOST_REPEATED times.
 
     The worst case: each of the n names is referred to equally often, by the values of the previous name.
     """

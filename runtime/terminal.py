@@ -235,7 +235,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def one_of_several(host: str, index: int, count: int) -> None:
-    """From now on this process's error messages begin with its name, and it ends without waiting."""
+    """From now on this process's error messages begin with its name, and it exits without waiting for the others."""
     global _process, _lingers_s
     _process = f"host {host} (process {index} of {count}): "
     _lingers_s = LEADER_LINGERS_S if index == 0 else 0.0

@@ -23,7 +23,7 @@ _not_users = [
 
 
 def defines_operations(file_name: str):
-    """Says of a file of operations elsewhere: its errors, and what it sends, are at the line that calls it."""
+    """Declares a file that defines operations: its errors and transfers are reported at the line that calls it."""
     _not_users.append(file_name)
 
 
@@ -46,9 +46,8 @@ _REFUSE_ALONE = re.compile(r"[/\\](jax|jaxlib|numpy|ml_dtypes|opt_einsum|einops|
 
 
 def decides_by_sizes(depth: int) -> bool:
-    """Whether the function so many frames up could let a size decide what is computed: one of the user's program or of
-    a package does, but for shardlib, JAX and those that only refuse. For code of no file, and for Python's own modules,
-    it is their caller that counts."""
+    """Whether the function `depth` frames up may branch on a size. User code and packages may; shardlib, JAX and
+    packages that only refuse may not. Code without a file and Python's own modules count as their caller."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and _is_its_callers(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1123,8 +1123,8 @@ def sum_over_chunks(function, shared, x, others):
 
         total = sum_over_chunks(chunk_loss, unembed, hidden, batch)
 
-    So nothing that is made inside is kept or made twice: in the place of `x` its gradient is kept until the backward
-    pass, and that of `shared` is summed up in its own type (Hsu et al. 2024, section 3.2, where chunks are rows).
+    So values made inside are neither kept nor recomputed: the gradient of `x` is kept until the backward pass instead
+    of `x`, and the gradient of `shared` is summed in its own type (Hsu et al. 2024, section 3.2, with rows as chunks).
 
     Args:
       shared: an array or a tree of them, the same for each chunk; differentiated, but for what is frozen.

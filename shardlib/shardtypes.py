@@ -71,7 +71,7 @@ def all_mapped_axes() -> dict[str, int]:
 
 
 def part_of(whole: int, dim: Dim, axes: dict[str, int]):
-    """What a device holds of a dim of this size: in the check a symbol, but for one that counts devices."""
+    """The size of a device's part of a dim; in the check a symbol, unless the dim counts devices."""
     check = marks.marking()
     return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
 
@@ -204,7 +204,7 @@ class ComputeType(DType):
 
 
 class _Annotation:
-    """What annotations may do with a type: `f32['B'] | None`, and stand inside tuple[...] and the like."""
+    """Operators that annotations use on a type: `f32['B'] | None`, tuple[f32['B'], ...] and the like."""
 
     def __or__(self, other):
         return typing.Union[self, other]  # noqa: UP007 this is what `|` means here
@@ -280,7 +280,7 @@ def fields(cls) -> dict[str, typing.Any]:
     return {field.name: said[field.name] for field in dataclasses.fields(cls)}
 
 
-_NOTHING, _ALL = object(), object()  # in the place of a value: nothing says which optional fields are there; all are
+_NOTHING, _ALL = object(), object()  # stand for an unknown value: optional fields are refused; all count as present
 
 
 def map_type(function, type_, like=_NOTHING):

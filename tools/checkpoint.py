@@ -115,7 +115,7 @@ def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> Non
 
 
 def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> str:
-    """Says how a leaf differs; empty where all bits are equal."""
+    """Says how a leaf differs; empty if the leaves are bitwise equal."""
     if name not in first.arrays or name not in second.arrays:
         return f"only in the {'first' if name in first.arrays else 'second'}"
     a, b = read_leaf(first, name, pool), read_leaf(second, name, pool)

@@ -35,7 +35,7 @@ class Embed(OnDevices):
     to: str  # an .npy file that is not there yet
     pool: Pool = "mean"  # of a text's hidden states: their mean, the first, or the last
     is_unit: bool = False  # vectors of length 1, whose products are cosines
-    rows: Count = 32  # texts that are read at the same time
+    rows: Count = 32  # batch size, in texts
 
 
 def texts_of(path: str) -> list[list[str]]:

@@ -27,8 +27,8 @@ class OwnHardware:
     peak_flops_per_s: float | None = None  # bfloat16, dense
     hbm_bytes: int | None = None  # its memory
     hbm_bytes_per_s: float | None = None  # to and from its memory
-    link_bytes_per_s: float | None = None  # that leave a device, to the others of its host
-    network_bytes_per_s: float | None = None  # that leave a device, to other hosts
+    link_bytes_per_s: float | None = None  # from one device to the others of its host
+    network_bytes_per_s: float | None = None  # from one device to other hosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def too_long(lengths: np.ndarray, config: TokenizeText) -> str:
 
 
 def encoded(documents: list[Document], source: str, tokenizer: Tokenizer, config: TokenizeText) -> Sequences:
-    """The ids of the documents, and their lengths, 0 for one without a token."""
+    """The ids of the documents, and their lengths: 0 for an empty document."""
     dtype = TARGETS[config.targets or "is_target"]
     chats = [document.chat for document in documents if document.chat]
     if chats:

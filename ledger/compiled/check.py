@@ -115,9 +115,9 @@ def _sum(places: collections.Counter[int]) -> int:
 
 
 def _reason(written: collections.Counter[int], compiled: collections.Counter[int], ledger: Ledger) -> str:
-    """Why a collective runs more or less often than is written.
+    """Explains why XLA runs a collective more or less often than the source says.
 
-    What is left after a merge runs as often as before; what is taken out of a loop runs less often.
+    After a merge the remaining ones run as often as before; one taken out of a loop runs less often.
     """
     fewer = _sum(written) - _sum(compiled)
     if not compiled:

@@ -344,8 +344,8 @@ def _is_reduced(value: Value) -> bool:
 
 
 def _held(value: Value, kind: str, op: Operation | None = None) -> Held:
-    """`op`: what makes the value; of a part that a loop's body needs by itself, what needs it; None for an argument."""
+    """`op`: the operation that makes the value, or, for a part that only a loop's body uses, the one that uses it."""
     line = op.line if op else ""
     if kind == SAVED and value.maker:
-        line = origin(value)[0]  # of what a loop returns, the line that made it
+        line = origin(value)[0]  # for a loop's result, the line in the loop that made it
     return Held(kind, line, op.phase if op else "", value.dtype, value.shape, value.bytes)

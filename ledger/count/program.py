@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from shardlib.places import is_users
 
 PHASES = ("forward", "recomputed", "backward", "update")
-# A frame in these says how an operation is written, not where the model does it: the caller's line is its place.
+# Frames in these files are wrappers; the line to report is their caller's.
 _REPOSITORY = Path(__file__).absolute().parents[2]
 _INNER = tuple(str(_REPOSITORY / name) for name in ("kernels", "jax_extra.py"))
 # A scope 'w_q=llama.py:66' says that another line is the place: of a family's table, from which a gather is derived.

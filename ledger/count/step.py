@@ -135,7 +135,7 @@ def of_step(
     costs, kept = count(block, mesh_axes), saved(block)
     places = [row.line for rows in (costs.products, costs.collectives, kept) for row in rows]
     costly = {place.rpartition(":")[0] for place in places}
-    # Another file of the program's name may have led to what JAX traced before, and kept.
+    # JAX may have cached a trace of another file with this name.
     others = {name: file for name, file in block.files.items() if name in costly - {Path(source).name}}
     files = {Path(source).name: Path(source), **others}
     return Ledger(

@@ -63,7 +63,7 @@ class Phase:
 
     @property
     def bound(self) -> str | None:
-        """Which takes longest: 'compute', 'memory' or 'communication'."""
+        """The slowest part of the phase: 'compute', 'memory' or 'communication'."""
         return _longest(self.times)
 
 
@@ -85,23 +85,23 @@ class Roofline:
     hardware: Hardware
     devices_per_host: int
     devices: int
-    model_flops: float  # of a step, over all devices
+    model_flops: float  # in a step, over all devices
     phases: tuple[Phase, ...]
     sendings: tuple[Sending, ...]
 
     @property
     def step_s(self) -> float | None:
-        """With perfect overlap within each phase."""
+        """Seconds of the step if each phase overlaps perfectly."""
         return _sum(phase.overlapped_s for phase in self.phases)
 
     @property
     def step_alone_s(self) -> float | None:
-        """Without any overlap."""
+        """Seconds of the step without any overlap."""
         return _sum(phase.alone_s for phase in self.phases)
 
     @property
     def bound(self) -> str | None:
-        """What takes longest over the whole step."""
+        """The slowest part of the whole step: 'compute', 'memory' or 'communication'."""
         return _longest(self.totals)
 
     @property
@@ -185,8 +185,8 @@ def speed(axes: tuple[str, ...], mesh: dict[str, int], hardware: Hardware, joine
     """Whether a collective over these axes leaves a host or slice of `joined` devices, and how many bytes/s a device
     then sends.
 
-    Of a group's n devices m are in the same host. Around the ring that goes through them, one of m sends to another
-    host, but through the adapters of all: m times a device's share of the network.
+    If m of a group's n devices share a host, one of them sends to the next host, through the adapters of all m: m times
+    one device's share of the network.
     """
     places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     group = places[tuple(slice(None) if axis in axes else 0 for axis in mesh)].ravel()

@@ -119,7 +119,7 @@ def summary(ledger: Ledger, hbm_bytes: int | None = None, fixes: Sequence[str] =
 
 # -- Times -------------------------------------------------------------------------------------------------------------
 def times(estimate: Roofline) -> Table:
-    """The least that each phase takes: by compute, memory traffic and communication, all overlapped, and none."""
+    """Lower bounds for each phase: compute, memory traffic, communication, with full overlap and with none."""
     rows = [
         (phase.name, *phase.times.values(), phase.overlapped_s, phase.alone_s, phase.bound or "n/a")
         for phase in estimate.phases

@@ -49,7 +49,7 @@ def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
 
 
 def _roofs(roofline: Roofline) -> dict[str, float]:
-    """The slopes: bytes/s of memory, and of each speed at which a part of the bytes is sent that is not negligible."""
+    """The slopes: bytes/s of memory, and of each link that carries more than 0.1 % of the bytes."""
     speeds: dict[float, set[str]] = {}
     sent = sum(sending.sent_bytes for sending in roofline.sendings)
     for sending in roofline.sendings:

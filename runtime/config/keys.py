@@ -115,7 +115,7 @@ class Tokens:
 class PairTokens(Tokens):
     """Rows of a model that may have an encoder."""
 
-    read_len: Steps = 0  # tokens a row that the encoder reads, beside the decoder's len; 0: there is no encoder
+    read_len: Steps = 0  # tokens per row for the encoder (`len` is the decoder's); 0: there is no encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,8 @@ class RunConfig:
         return as_tree(self)
 
 
-# Keys of published configs: the value that is ignored, since it asks for what always happens now; and why all others
-# are refused.
+# Keys that published configs may still set: the value still accepted (what it asks for always happens now), and what to
+# do instead of any other, which is refused.
 DROPPED_KEYS = {
     "checkpoint.async": (True, "checkpoints are always written while training goes on: delete the key"),
     "training.interleave": (1, "a layer computes all its rows at once: delete the key"),

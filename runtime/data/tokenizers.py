@@ -174,8 +174,8 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
     """A tokenizer by name, from a tokenizer.json, or from a folder that holds one; bos_id and chat_template (jinja)
-    replace its own. Raises RunError: there is none, it cannot be read, names no token to begin with, has an id above
-    2³¹ - 1, or a package is missing."""
+    replace its own. Raises RunError if there is none, it cannot be read, it names no bos token, an id is above 2³¹ - 1,
+    or a package is missing."""
     tokenizer = Tokenizer(name=name, bos_id=0)
     if name != BYTES:
         text, template, special = _loaded(name)
@@ -387,5 +387,5 @@ def _checked_messages(messages: Sequence[dict]) -> list[dict]:
 
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise ChatError('expected messages, a list of {"role": ..., "content": ...}, both of them text')
-    # As transformers does: many templates write a key that is null as "None".
+    # transformers does the same, because many templates would print a null key as "None".
     return [{key: value for key, value in message.items() if value is not None} for message in messages]

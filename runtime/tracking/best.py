@@ -12,7 +12,7 @@ SMALLER_IS_BETTER = re.compile("loss|perplexity|bits_per_byte")
 
 @dataclasses.dataclass
 class Best:
-    """The best value of one metric. A checkpoint keeps it, so a run that resumes ends where one left alone would."""
+    """The best value of one metric. Checkpoints keep it: a resumed run stops at the same step as without the stop."""
 
     by: str  # as metrics.jsonl has it: validation_loss
     step: int = 0  # updates of the weights; 0: there was none yet

@@ -81,7 +81,7 @@ def apply(equation: Equation) -> list[State]:
 
 
 def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
-    """Raises `ShardingError` unless a result that is split over an axis has one dim that is, or had one of size 1."""
+    """Raises `ShardingError` unless an axis that splits the result splits one of its dims (or one of size 1)."""
     if not times and not is_without:
         raise ShardingError(f"'{name}' of a value that is split over {axis} loses that dim\n  fix: {_REDUCED}")
     if times + is_without > 1:
@@ -183,7 +183,7 @@ def _pending(equation: Equation) -> frozenset[str]:
 
 
 # -- Positions, as in `table[arange(B), i]` ----------------------------------------------------------------------------
-# The operand that says which elements are taken.
+# Position of the index operand.
 _INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "scatter-mul": 1, "scatter-min": 1, "scatter-max": 1}
 
 

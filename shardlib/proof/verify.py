@@ -56,7 +56,7 @@ _MEANT = (
     ),
     ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
     (
-        # The last: jax 0.11 and later, where a size is computed with outside of a trace.
+        # jax 0.11 and later raise the last one when a size is used outside a trace.
         "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size|"
         "process_primitive|non-integer powers|valid indices. Got .*split_over_",
         NUMBER,
