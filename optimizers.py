@@ -31,7 +31,7 @@ from shardlib.spec import Dim, Spec
 from shardlib.typed import typed
 
 MUON_MOMENTUM = 0.95  # Jordan et al. 2024
-NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # the same: a, b, c, for five steps
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # a, b and c of Jordan et al. 2024, for five steps
 FACTORED_DECAY, FACTORED_EPS, LEAST_SCALE, MOST_CHANGE = 0.8, 1e-30, 1e-3, 1.0  # Shazeer and Stern 2018, algorithm 4
 
 
@@ -48,8 +48,8 @@ class Training(train.Training):
     batch_doubles_at: tuple[Count, ...] = ()
     # muon: for matrices, with adamw for all else; adafactor: learning_rate is relative to a weight's root mean square.
     optimizer: Literal['adamw', 'muon', 'adafactor'] = 'adamw'
-    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of moments at rest; bfloat16 rounds stochastically
-    ema_decay: Momentum = 0.0  # of the weights' average, which is validated and exported; 0: no average
+    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # type of moments at rest; bfloat16 rounds stochastically
+    ema_decay: Momentum = 0.0  # decay of the weights' average, which is validated and exported; 0: no average
     z_loss: NotNegative = 0.0  # times log² of the softmax's denominator, in the training loss
     dropout: Decay = 0.0  # share of layers' outputs and of attention's probabilities that is dropped
 
@@ -315,7 +315,7 @@ def rounded(x, like, spec: Spec, seed):
 
 
 def wide(x):
-    """What `rounded` returned, in float32."""
+    """The result of `rounded` in float32."""
     if x.dtype == jnp.float32:
         return x
     return lax.bitcast_convert_type(x.astype(jnp.uint32) << np.uint32(16), jnp.float32)

@@ -52,7 +52,7 @@ def table(old, row):
 
 @functools.cache
 def planned(*overrides):
-    """What `tools.plan` prints."""
+    """The lines that `tools.plan` prints."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         plan.main(load_plan(overrides[0].removeprefix("--config-name="), list(overrides[1:])))
@@ -157,7 +157,7 @@ def blocks():
 
 
 def made(name, arguments, old):
-    """What a block should say."""
+    """The text that a block should have."""
     return FUNCTIONS[name](old, *shlex.split(arguments))
 
 

@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kernels import blockwise, cudnn, splash
 
-_SAVED = "save_for_backward"  # as jax_extra.save_for_backward
+_SAVED = "save_for_backward"  # the name that jax_extra.save_for_backward uses
 
 
 def _with_gradient(forward, backward):

@@ -78,7 +78,7 @@ def forward(
             zeros = jnp.zeros(queries.shape, jnp.float32)
             sums = zeros[..., 0] - 1e30, zeros[..., 0], zeros
         largest, total, o = _over_pairs(add, sums, blocks.pairs)
-    total = jnp.maximum(total, 1e-30)  # of blocks of queries that are before all keys nothing was summed up
+    total = jnp.maximum(total, 1e-30)  # it is 0 for a block of queries that come before all keys
     log_sum_exp = _join((largest + jnp.log(total))[..., None], groups, length)[..., 0]
     return _join(o / total[..., None], groups, length), log_sum_exp
 
@@ -88,7 +88,7 @@ def backward(
     gradient: Queries, window=None, cap: float | None = None,
 ) -> tuple[Float32[jax.Array, "B L Q K D"], Float32[jax.Array, "B S K D"], Float32[jax.Array, "B S K D"]]:  # fmt: skip
     """The gradients of q, k and v, from the o and log-sum-exp of all keys and the gradient of that o."""
-    o, places = lax.optimization_barrier((o, places))  # as in `forward`
+    o, places = lax.optimization_barrier((o, places))  # for the reason given in `forward`
     length, groups = q.shape[1], q.shape[2]
     blocks = _blocks_of(places, window)
     queries, keys, values = _split(q, blocks.rows), _split(k, blocks.columns), _split(v, blocks.columns)
@@ -153,7 +153,7 @@ class Blocks:
         return jnp.concatenate([allowed & seen[..., None, :, :]] * groups, axis=-2)[..., None, :, :]
 
     def share(self, length: int, key_length: int):
-        """Of all pairs of positions the model needs half."""
+        """The share of the computed pairs that the model needs: half of all pairs of positions."""
         pairs = self.pairs[0].size + self.diagonal * self.rows
         run = pairs * self.position.shape[1] * self.key_position.shape[1]
         return declared.share(length * key_length, 2 * run)

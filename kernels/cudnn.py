@@ -20,7 +20,7 @@ Queries, Keys = Float[jax.Array, "B L Q K D"], Float[jax.Array, "B L K D"]
 OfHeads = Float32[jax.Array, "B H L"]  # H = (K Q)
 Segment = Int32[jax.Array, "B L"]
 
-_NAME = "__cudnn$fmhaScaleBiasSoftmax"  # of the foreign function
+_NAME = "__cudnn$fmhaScaleBiasSoftmax"  # the foreign function's name
 
 # Which dims of q, k, v ('B L H D'), of the probabilities ('B H L L') and of their gradients the products contract and
 # share: (left's, right's, left's shared, right's shared).

@@ -107,7 +107,7 @@ def _ring(recipe, axes):
 
 
 def _going_round(recipe) -> tuple[list[bool], str]:
-    """Which operands go round, and along which axis; raises where that is no attention to blocks."""
+    """For each operand whether it rotates, and the axis of the ring. Raises if that is no attention to blocks."""
     first, *_ = recipe.operands
     marked = [[dim for dim in operand.dims if dim.indexed] for operand in recipe.operands]
     dims = {dim for marks in marked for dim in marks}

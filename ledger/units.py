@@ -38,7 +38,7 @@ def seconds(value: float | None) -> str:
 
 
 def percent(part: float | None) -> str:
-    """Of a fraction: 12.3%; n/a for what is not known."""
+    """A fraction as a percentage, 12.3%; n/a if it is not known."""
     if part is None:
         return "n/a"
     return "< 0.1%" if 0 < part < 0.001 else f"{part:.1%}"

@@ -88,12 +88,12 @@ class Sizes:
     layers: Count
     vocab: Count  # V
     d_ff: Count  # F
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # type of activations and matrix products
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(Sizes):
-    attention: KernelName = 'auto'  # of kernels/attention.py
+    attention: KernelName = 'auto'  # a kernel of kernels/attention.py
 
 
 # == A table of fields =================================================================================================
@@ -145,7 +145,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model_type adds to its family's table."""
+    """The keys that a model_type adds to its family's table."""
 
     architecture: str  # 'LlamaForCausalLM'
     model: dict[str, Any] = field(default_factory=dict)  # fields of Model that follow from the model_type
@@ -303,7 +303,7 @@ GPT = {
     'd_ff': Key('n_inner', lambda config, before: 4 * before['d_model']),
     'norm_eps': Key('layer_norm_epsilon', 1e-5),
 }
-# The same with the names of BERT and OPT.
+# The keys above under the names that BERT and OPT use.
 BERT = {
     'd_model': Key('hidden_size'),
     'n_kv': Key('num_attention_heads'),

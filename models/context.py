@@ -124,7 +124,7 @@ class Rows:
             return of_gathered_keys(by, q, k, v, of_queries, of_keys, window, cap, drop)
 
     def both_ways(self, q, k, v, drop: Drop | None = None):
-        """The same for queries that see all of their segment, without a kernel; heads are dealt out."""
+        """Attention for queries that see all of their segment, without a kernel; heads are distributed over axis c."""
         allowed = self.segment[:, :, None] == self.segment[:, None, :]
         return deal_heads(functools.partial(attention_where, allowed=allowed, drop=drop), q, k, v)
 

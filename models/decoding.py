@@ -628,7 +628,7 @@ class Generator:
         self.of_encoder, self.weights = None if self.start is None else weights, None
         if weights is not None:
             ends, stack = self.programs.compiled("gather")(weights)
-            if is_tied(weights):  # of one table jit makes two
+            if is_tied(weights):  # jit would return two copies of the one table
                 ends = with_unembed(replace(ends, unembed=None))
             self.weights = ends, stack
 
@@ -802,7 +802,7 @@ class Slots:
             drawn=np.zeros(count, np.int32),
             left=np.array([drawing.tokens if n in texts else 0 for n, drawing in enumerate(drawings)], np.int32),
             seen=seen,
-            key=np.array([(0, drawing.seed) for drawing in drawings], np.uint32),  # as jax.random.key(seed) has it
+            key=np.array([(0, drawing.seed) for drawing in drawings], np.uint32),  # the data of jax.random.key(seed)
             **{name: np.array([getattr(drawing, name) for drawing in drawings], np.float32) for name in FILTERS},
         )
 

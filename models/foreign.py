@@ -21,7 +21,7 @@ from models.safetensors import Tensor, read_json
 from runtime.files import open_file
 from runtime.terminal import RunError, needs_package, run_errors
 
-# What gguf and torch raise for a damaged file: they check little, so nearly anything.
+# The exceptions that gguf and torch raise for a damaged file: nearly any, because they check little.
 WRONG = (
     ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, EOFError, PickleError,
 )  # fmt: skip

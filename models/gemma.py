@@ -47,9 +47,9 @@ class Model(DecoderSizes):
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
     logits_scale: Positive  # attention's logits are q·k times this
     norm_after: bool = False  # norms stand behind attention and feed-forward too (Gemma 2 and 3)
-    qk_norm: Literal['none', 'head'] = 'none'  # of each head by itself (Gemma 3)
+    qk_norm: Literal['none', 'head'] = 'none'  # head: norms of q and k, each head by itself (Gemma 3)
     attention_cap: Positive | None = None  # attention's logits are cap · tanh(logits / cap) (Gemma 2)
-    logits_cap: Positive | None = None  # the same of the logits of tokens (Gemma 2)
+    logits_cap: Positive | None = None  # soft cap of the tokens' logits (Gemma 2)
     window: Count | None = None  # positions that a query sees, its own included (Gemma 2 and 3)
     global_every: Count = 1  # with a window, every so many-th layer sees all
 

@@ -156,11 +156,11 @@ def without_rotations(model: Any) -> Turns:
 # == Attention =========================================================================================================
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, and caps of logits; `attend` applies them to q that is already scaled."""
+    """The keys that a query sees, and caps of logits; `attend` applies them to q that is already scaled."""
 
     window: int | tuple[int, ...] | None = None  # positions that a query sees, with its own; a tuple: by layer
     cap: float | None = None  # attention's logits are cap · tanh(logits / cap)
-    logits_cap: float | None = None  # the same for the logits of tokens
+    logits_cap: float | None = None  # soft cap of the tokens' logits
     is_causal: bool = True  # else a query sees all of its segment, without window or cap
 
     def by_layer(self) -> jax.Array | None:
@@ -192,7 +192,7 @@ def there(w: Any, name: str) -> Any:
 def attention_half(
     model: Any, x: jax.Array, w: Any, attend: Callable, turns: Turns, norms: Norms, M: str
 ) -> tuple[jax.Array, Any]:
-    """What attention adds to x, and what `attend` returns besides; x lies as 'B/b L/c' with M.
+    """The attention half's output, to be added to x, and what `attend` returns besides. x has the dims 'B/b L/c' and M.
 
     Args:
       attend: `attend(q, k, v)` returns o and what a cache keeps of k and v. It saves what backward needs. q is scaled
@@ -237,7 +237,7 @@ def joined(o: act['B/b L/c Q K/t D'], w: Any) -> act['B/b L/c M +t']:
 
 @typed
 def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, norms: Norms, M: str) -> jax.Array:
-    """What a feed-forward network adds to x, which lies as 'B/b L/c' with M."""
+    """The feed-forward half's output, to be added to x, which has the dims 'B/b L/c' and M."""
     with jax.named_scope('ffn'):
         gathered = save_for_backward(gather_residual(x, M))  # 2M bytes a token, spares w_o's product, its sum, gather
         normed = gathered if norms[0] is None else norm(gathered, norms[0], model.norm_eps)
@@ -245,7 +245,7 @@ def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, no
 
 
 def behind(model: Any, y: jax.Array, bias: jax.Array | None, scale: jax.Array | None, M: str) -> jax.Array:
-    """What a half adds, with its bias and the norm behind it, if any."""
+    """A half's output y, with the bias and norm after it, if any."""
     y = y if bias is None else y + part(bias, M)[None, None]
     if scale is None:
         return y
@@ -274,8 +274,8 @@ class Options:
     """The defaults are those of a forward pass alone, FORWARD."""
 
     reduce_dtype: str = 'float32'  # type in which gradients are sent: training.gradient_reduce_dtype
-    # What a layer keeps for the backward pass, as training.save_for_backward: 'everything' that says so, on the device;
-    # the same 'on_host', copied there and back; or its 'inputs' alone.
+    # What a layer keeps for the backward pass (training.save_for_backward): 'everything' on `save_for_backward` lines,
+    # on the device; those values 'on_host', copied there and back; or only its 'inputs'.
     kept: str = 'everything'
     unroll: bool = False
     fp8: bool = False  # matrices are gathered and multiplied as 8-bit numbers (`products.Float8`)

@@ -28,7 +28,7 @@ class Packed:
     targets: u32['B/b L']  # the next token, within continuations
     context: i32['B/b L']  # the context's number; 0: padding
     continuation: i32['B/b L']  # its number among those of the context; 0: the context itself
-    position: i32['B/b L']  # as if this continuation were the only one
+    position: i32['B/b L']  # counted as if this continuation were the only one
 
 
 @typed
@@ -119,7 +119,7 @@ def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
 
 
 def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray, Places]:
-    """The same for T5, in the order of `ReadRows`: one pair a row; the encoder reads the context."""
+    """Rows for T5, in the order of `ReadRows`: one pair a row; the encoder reads the context."""
     room = room_of(max(len(part) for pair in pairs for part in pair), length)
     rows = np.zeros((len(pairs), 6, room), np.int64)
     for (tokens, targets, segment, _, read, read_segment), (context, after) in zip(rows, pairs):
@@ -129,7 +129,7 @@ def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray,
 
 
 def masked_one_by_one(pairs: Sequence[Pair], length: int, end: Sequence[int], mask: int) -> tuple[np.ndarray, Places]:
-    """The same for BERT: a row for each token of a continuation, which is masked there (Salazar et al. 2020, 2.1)."""
+    """Rows for BERT: one for each token of a continuation, with that token masked (Salazar et al. 2020, 2.1)."""
     room = room_of(max(len(context) + len(after) for context, after in pairs) + len(end), length)
     rows, places = [], []
     for context, after in pairs:

@@ -37,7 +37,7 @@ KIND = 'both'
 @dataclass(frozen=True, kw_only=True)
 class Model(Sizes):
     encoder_layers: Count
-    layers: Count  # of the decoder
+    layers: Count  # the decoder's layers
     buckets: Count = 32  # N; an encoder's are half for keys before the query, half for those after it
     max_distance: Count = 128  # longer ones share one bucket
     gated: bool = True  # gelu(gate) · up (1.1); else relu(up) (1.0)
@@ -134,7 +134,7 @@ def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_
 
 @typed
 def decoding_bias(model: Model, ends: Ends, distance: i32['B/b L S']) -> f32['B/b K/t L S']:
-    """The same for the decoder, whose rows are at different positions."""
+    """The bias of the decoder's attention while it generates: rows are at different positions."""
     bucket = bucket_of(model, distance, both_ways=False)
     return jnp.moveaxis(shardops.index_unreduced('[N] K/t, B/b L S -> B/b L S K/t', ends.decoder_bias, bucket), -1, 1)
 
@@ -151,7 +151,7 @@ class PairBatch(WeightedBatch):
 
 @typed
 def pairs_of(batch: PairBatch, bos_id: int) -> tuple[u32['B/b S'], i32['B/b S'], u32['B/b L'], i32['B/b L']]:
-    """What `hidden` takes after its weights: read, read_segment, inputs, segment. bos_id: decoder_start_token_id."""
+    """Arguments of `hidden` after its weights: read, read_segment, inputs, segment. bos_id: decoder_start_token_id."""
     inputs, segment, _ = layers.inputs_of(batch, bos_id)
     return batch.read, jnp.cumsum(batch.read_starts, axis=1, dtype=jnp.int32), inputs, segment
 

@@ -64,11 +64,11 @@ class Weight:
     lies: str  # 'M/w F/t -> M F/t'
     first: Any  # first values: a number, one for each of the first dim, or the letters of the fan-in
     published: Any  # a name, or several that the first dim is a stack of; or a function of the model; '': not published
-    layout: Any  # of the published tensor: '(K Q D) M'; or a function of the model
+    layout: Any  # the published tensor's dims: '(K Q D) M'; or a function of the model
     only_if: Callable[[Any], bool] = lambda model: True
     plus: float = 0.0  # added where it is used
-    scale: Callable[[Any], float] = lambda model: 1.0  # of first values that are drawn
-    line: str = field(default_factory=table_line, compare=False)  # of the table, for messages and the ledger
+    scale: Callable[[Any], float] = lambda model: 1.0  # factor of first values that are drawn
+    line: str = field(default_factory=table_line, compare=False)  # its place in the table, for messages and the ledger
 
     @property
     def rest(self) -> str:
@@ -261,7 +261,7 @@ class Table:
         return self._gathered(self.ends, self.Ends, weights, reduce_dtype)
 
     def gather_first(self, weights: Any, reduce_dtype: str) -> Any:
-        """The same with the embedding in place of any unembedding: all that the layers need before them."""
+        """`gather_ends` with the embedding in place of any unembedding: all that the layers need before them."""
         return self.gather_ends(replace(weights, unembed=None) if 'unembed' in self.ends else weights, reduce_dtype)
 
     def gather_unembed(self, weights: Any, ends: Any, reduce_dtype: str) -> Any:

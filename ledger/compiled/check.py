@@ -34,10 +34,10 @@ class Difference:
     kind: str
     axes: tuple[str, ...]
     dtype: str
-    bytes: int  # of the operand on one device
+    bytes: int  # the operand's size on one device
     written: int  # times a step
     compiled: int
-    lines: tuple[str, ...]  # of the source, 'train.py:197'
+    lines: tuple[str, ...]  # places in the source, 'train.py:197'
     reason: str
 
     @property
@@ -82,7 +82,7 @@ def differences(ledger: Ledger, text: str) -> list[Difference]:
 
 
 def _explained(rows: list[Difference], mesh: dict[str, int]) -> list[Difference]:
-    """The same rows; those that are one thing done in another way say so."""
+    """The rows, with a reason on those that XLA only writes in another way: joined, or as an all-reduce."""
     reasons: dict[Difference, str] = {}
     for row in rows:
         same = [other for other in rows if (other.axes, other.dtype) == (row.axes, row.dtype)]
@@ -90,7 +90,7 @@ def _explained(rows: list[Difference], mesh: dict[str, int]) -> list[Difference]
         if row.reason == UNKNOWN and sum(other.bytes * (other.written - other.compiled) for other in joined) == 0:
             reasons |= dict.fromkeys(joined, JOINED)
         devices = math.prod(mesh.get(axis, 1) for axis in row.axes)
-        wholes = {"reduce-scatter": row.bytes, "all-gather": row.bytes / devices}  # of which it may stand in the place
+        wholes = {"reduce-scatter": row.bytes, "all-gather": row.bytes / devices}  # what it may replace
         replaced = [other for other in same if other.compiled < other.written and wholes.get(other.kind) == other.bytes]
         fewer = sum(other.written - other.compiled for other in replaced)
         if row.kind == "all-reduce" and row.reason == UNKNOWN and fewer == row.compiled - row.written:

@@ -130,7 +130,7 @@ def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...
     axes_of_groups("replica_groups=mesh['d'=2,'t'=2] {'d'}", {"d": 2, "t": 2})        # ('d',)
     axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
     """
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):  # as of jax 0.11
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):  # the syntax since jax 0.11
         of_mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         said = re.findall(r"'(\w+)'", named[2])
         if of_mesh == mesh_axes and named[2] == ",".join(f"'{axis}'" for axis in said):

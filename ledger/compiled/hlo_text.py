@@ -17,7 +17,7 @@ class Instruction:
     operands: list[str]  # names; of a parameter, its number instead
     attributes: str
     is_done: bool  # a later part of an asynchronous operation: it stands for the first part's result
-    literal: str = ""  # of a constant, its value
+    literal: str = ""  # a constant's value
 
     @property
     def is_counter(self) -> bool:
@@ -134,7 +134,7 @@ def _parse_instruction(line: str, number: int) -> tuple[Instruction, bool]:
     arguments, attributes = line[opcode.end() : end - 1], line[end:]
     operands = [arguments] if opcode[1] == "parameter" else re.findall(r"%([\w.\-]+)", arguments)
     base = re.sub(r"-(start|update|done)$", "", opcode[1])
-    if opcode[1] in ("call-start", "call-done"):  # as XLA:TPU writes what its SparseCores do meanwhile
+    if opcode[1] in ("call-start", "call-done"):  # XLA:TPU writes the work of its SparseCores so
         base = "async"
     is_done = opcode[1].endswith(("-update", "-done"))
     literal = arguments if base == "constant" else ""

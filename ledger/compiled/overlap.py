@@ -1,4 +1,4 @@
-"""What a compiled program does while it sends, by its schedule: for each collective, the matrix products that run
+"""Reads from a compiled program's schedule what runs while it sends: for each collective, the matrix products that run
 between its start and its end, or that it stands alone.
 
     for each in overlaps(compiled.as_text()):
@@ -16,21 +16,21 @@ from ledger.units import gigabytes
 
 # Opcodes that do nothing by themselves.
 _NOTHING = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id", "replica-id"}
-_PREPARES = 'custom_call_target="PrepareAsyncCall'  # of XLA:TPU, before and after what runs meanwhile
+_PREPARES = 'custom_call_target="PrepareAsyncCall'  # XLA:TPU puts one before and after what runs meanwhile
 _LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A collective of the compiled program; one that XLA combined of several is one."""
+    """A collective of the compiled program; several that XLA combined count as one."""
 
     kind: str  # HLO's word
-    lines: tuple[str, ...]  # of the source, of all that were combined
+    lines: tuple[str, ...]  # in the source, of all collectives that were combined
     phase: str
-    bytes: int  # of its operands on one device
+    bytes: int  # its operands' size on one device
     times: int  # in a step
     products: tuple[str, ...]  # lines of the matrix products that run meanwhile
-    others: int  # other operations that do
+    others: int  # other operations that run meanwhile
 
     @property
     def stands_alone(self) -> bool:
@@ -61,7 +61,7 @@ def overlaps(text: str) -> list[Sent]:
 
 def _rows(module: Module, computation: Computation, times: int) -> list[Sent]:
     rows, order = [], list(computation.instructions.values())
-    parts_of: dict[str, int] = {}  # of a collective that is cut into several, its row
+    parts_of: dict[str, int] = {}  # the row of a collective that is cut into several
     for place, instruction in enumerate(order):
         if instruction.is_done:
             continue

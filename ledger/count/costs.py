@@ -1,11 +1,11 @@
-"""What a step costs on one device, counted: matrix products, collectives, loops, and what is kept for the backward
+"""Counts what a step costs on one device: matrix products, collectives, loops, and what is kept for the backward
 pass.
 
     costs = count(read(traced.jaxpr), {"d": 4, "t": 2})
     costs.products[Product("train.py:229", "forward", 2 * 16 * 64 * 256 * 128, "bfloat16", 1.0)]     # times a step
     costs.collectives[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]
 
-Each row is of one line of the source and one phase; a loop's body counts as often as it runs. Nothing runs.
+A row stands for one line of the source and one phase; a loop's body counts as often as it runs. Nothing is executed.
 """
 
 import collections
@@ -41,9 +41,9 @@ class Collective:
     kind: str  # HLO's word
     axes: tuple[str, ...]  # mesh axes that it goes over, in the mesh's order; those of a single device are left out
     dtype: str
-    bytes: int  # of the operand on one device
+    bytes: int  # the operand's size on one device
     phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
-    line: str  # of the user's program, 'train.py:197'; '' where it is not known
+    line: str  # in the user's program, 'train.py:197'; '' if unknown
 
     def __str__(self):
         return f"{self.kind} over {' × '.join(self.axes)}, {self.bytes} bytes of {self.dtype}, {self.phase}"
@@ -70,8 +70,8 @@ class Product:
     line: str
     phase: str
     flops: int  # a multiply and an add are two
-    dtype: str  # of the operands
-    needed: float  # of its FLOPs, the part that the model needs: 0.5 where half is masked
+    dtype: str  # the operands' type
+    needed: float  # the share of its FLOPs that the model needs: 0.5 if half is masked
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -90,8 +90,8 @@ class Saved:
     # where nobody asked for it.
     why: str
     dtype: str
-    shape: tuple[int, ...]  # on one device, of one layer
-    bytes: int  # the same
+    shape: tuple[int, ...]  # on one device, for one layer
+    bytes: int  # on one device, for one layer
     times: int  # layers
 
 
@@ -220,7 +220,7 @@ def add_sites(sites: Sites, body: Sites, turns: int) -> None:
 
 
 def totals(table: Table) -> Table:
-    """The same without lines: what two tables are compared by, since XLA need not keep the lines."""
+    """The table's sums without lines, for comparing two tables: XLA need not keep the lines."""
     total: Table = collections.Counter()
     for row, times in table.items():
         total[dataclasses.replace(row, line="")] += times

@@ -68,7 +68,7 @@ class Held:
 class Memory:
     """The moment at which most is held, and all that is held then; and the largest values of the whole step."""
 
-    line: str  # of the operation that runs then
+    line: str  # the line of the operation that runs then
     phase: str
     held: list[Held]  # largest first
     largest: list[Held]  # besides arguments, whether or not they are alive then

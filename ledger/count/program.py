@@ -68,7 +68,7 @@ class Operation:
     outputs: list[Value]
     phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
     scopes: str  # JAX's name stack, those of the enclosing loops included
-    line: str  # of the user's program, 'train.py:197'; '' where it is not known
+    line: str  # in the user's program, 'train.py:197'; '' if unknown
     blocks: list["Block"] = field(default_factory=list)
     within: str = "update"  # the phase of the loop or branch in whose block it is
 
@@ -79,7 +79,7 @@ class Operation:
 
     @property
     def turns(self) -> int:
-        """How often its blocks run. Of a loop in `jax.named_scope('taken=1:8')` one turn of eight does, on average."""
+        """How often its blocks run. Under `jax.named_scope('taken=1:8')` one of a loop's eight turns runs."""
         taken, out_of = (_TAKEN.findall(self.scopes) or [(1, 1)])[-1]
         return self.length * int(taken) // int(out_of) if self.name == "scan" else 1
 
@@ -91,7 +91,7 @@ class Block:
     inputs: list[Value]
     operations: list[Operation]
     outputs: list[Value]
-    files: dict[str, Path] = field(default_factory=dict)  # of the whole step: those that its lines are in, by name
+    files: dict[str, Path] = field(default_factory=dict)  # by name, all files with lines of the step
 
     def runs(self, times: int = 1) -> Iterator[tuple[Operation, int]]:
         """Every operation, those of its loops too, with how often it runs. All branches of a cond count."""
@@ -151,7 +151,7 @@ OPAQUE = ("pallas_call", "custom_call", "ffi_call")
 class _Reader:
     def __init__(self, widened: bool, has_bfloat16: bool):
         self.widened, self.keeps_operands = widened, widened and has_bfloat16
-        self.files: dict[str, None] = {}  # that frames are in
+        self.files: dict[str, None] = {}  # files that frames are in
 
     def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)

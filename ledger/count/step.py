@@ -20,7 +20,7 @@ from ledger.count.costs import Costs, Saved, count, saved
 from ledger.count.memory import BATCH, OPTIMIZER, WEIGHTS, Memory, forecast
 from ledger.count.program import PHASES, read
 
-FORMAT = 2  # of the JSON; raised when a key changes its meaning or goes
+FORMAT = 2  # version of the JSON; raised when a key changes its meaning or goes
 
 
 @dataclasses.dataclass
@@ -28,8 +28,8 @@ class Ledger:
     source: str  # the program's file
     texts: dict[str, list[str]]  # the lines of all annotated files by their names, the program's first
     mesh: dict[str, int]
-    tokens: int  # of a step, over all devices
-    parameters: int  # of the whole model, but for frozen ones
+    tokens: int  # in a step, over all devices
+    parameters: int  # in the whole model, without frozen ones
     costs: Costs  # on one device
     saved: list[Saved]
     memory: Memory

@@ -1,10 +1,10 @@
-"""What the machines of hardware.yaml can do at most, for MFU, the roofline and plans.
+"""The peak rates of the machines in hardware.yaml, for MFU, the roofline and plans.
 
     of_device_kind("NVIDIA H200")            # the name of a jax.Device; None where it is not known
     named("h200"), named("tpu_v5p")          # the names of a plan's `hardware=`
 
-A device that is not in the file has no figures: they are printed `n/a` and are null in JSON, never guessed from a
-similar name.
+A device that is not in the file has no figures: reports print `n/a`, JSON has null. Nothing is guessed from a similar
+name.
 """
 
 from dataclasses import dataclass, field

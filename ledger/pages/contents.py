@@ -1,4 +1,4 @@
-"""What both pages of a ledger say: tables of totals, transfers, kept values, memory and times; advice; the summary."""
+"""Contents of both ledger pages: tables of totals, transfers, kept values, memory and times; advice; the summary."""
 
 import collections
 import re
@@ -26,7 +26,7 @@ def totals(ledger: Ledger) -> Table:
 
 
 def sent(ledger: Ledger) -> Table:
-    """What a device sends, by kind, axes, type and phase."""
+    """The bytes that a device sends, by kind, axes, type and phase."""
     alike: dict[tuple, list[float]] = collections.defaultdict(lambda: [0, 0])
     for row, times in ledger.costs.collectives.items():
         sums = alike[row.kind, " × ".join(row.axes), row.dtype, row.phase]
@@ -98,8 +98,8 @@ def advice(ledger: Ledger) -> list[str]:
 
 
 def summary(ledger: Ledger, hbm_bytes: int | None = None, fixes: Sequence[str] = ()) -> list[str]:
-    """What to print before compiling: FLOPs, bytes sent, memory; and what to change, if it will not fit into a
-    device's memory: `fixes`, by default `advice`."""
+    """The lines to print before compiling: FLOPs, bytes sent, memory; and, if the step will not fit into a device's
+    memory, what to change: `fixes`, by default `advice`."""
     needed = ledger.memory.bytes
     of = "" if hbm_bytes is None else f" of {gigabytes(hbm_bytes)}"
     lines = [

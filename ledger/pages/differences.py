@@ -1,8 +1,8 @@
-"""What a change of the source costs: the lines in which two ledgers differ.
+"""Shows what a change of the source costs: the lines in which two ledgers differ.
 
     print("\n".join(differences(load("runs/before/ledger.json"), load("runs/after/ledger.json"))))
 
-Lines are matched by their text and their neighbours, so that numbers may shift.
+Lines are matched by their text and their neighbours, so line numbers may shift.
 """
 
 import collections
@@ -27,7 +27,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def entries(ledger: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """What each line costs, and all together: line -> what -> how much, per device and step."""
+    """The costs of each line, and their sum: line -> what -> how much, per device and step."""
     table: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     for row in ledger["products"]:
         table[row["line"]][f"FLOPs, {row['phase']}"] += row["flops"] * row["times"]

@@ -72,7 +72,7 @@ def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
 
 # -- What each line costs ----------------------------------------------------------------------------------------------
 def labels(ledger: Ledger) -> dict[str, dict[str, str]]:
-    """What each class means, for the three columns of the margin and for memory."""
+    """The meaning of each class, for the three columns of the margin and for memory."""
     over: dict[str, str] = {}
     for axes, name in axes_of(ledger).items():
         over[name] = f"{over[name]} or {' × '.join(axes)}" if name in over else f"over {' × '.join(axes)}"
@@ -83,7 +83,7 @@ def labels(ledger: Ledger) -> dict[str, dict[str, str]]:
 
 
 def details(ledger: Ledger, whole: Line) -> dict[str, list[Table]]:
-    """What each line computes, sends and keeps: up to three tables."""
+    """Up to three tables for each line: what it computes, sends and keeps."""
     tables: list[dict[str, list[tuple]]] = [collections.defaultdict(list) for _ in TABLES]
     products, sent, kept = tables
     for row, times in ledger.costs.products.items():

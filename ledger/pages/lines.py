@@ -1,4 +1,4 @@
-"""What each line of the source costs on one device in a step, for the pages."""
+"""Collects what each line of the source costs on one device in a step, for the pages."""
 
 import collections
 import dataclasses
@@ -11,7 +11,7 @@ MANY_AXES = 6  # sets of mesh axes with a colour of their own
 
 @dataclasses.dataclass
 class Line:
-    """What a line costs on one device in a step; each sum by the class that colours it."""
+    """The costs of a line on one device in a step; each sum is under the class that colours it."""
 
     flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by phase
     sent: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by mesh axes

@@ -7,7 +7,7 @@ from ledger.machines.roofline import Roofline
 from ledger.pages.render import shown
 from ledger.units import number
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # of the frame, in the units of the diagram
+LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # the frame's edges, in the units of the diagram
 
 
 def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:

@@ -65,6 +65,6 @@ def words(value: Any, kind: str) -> str:
 
 
 def shown(value: Any, kind: str) -> str:
-    """The same for a browser, which breaks a number nowhere."""
+    """The value as HTML, in which a browser never breaks a number."""
     text = words(value, kind)
     return text if kind in WORDS else text.replace(" ", "\N{NO-BREAK SPACE}")
