@@ -40,12 +40,12 @@ NO_MODEL = {
 }  # fmt: skip
 PARTLY_DECODED = {"models.layers", "models.context"}  # decoding has no kernels, and a part of these alone
 QUIET = r"(typed|functools.cache|pytree_dataclass)$|dataclass\(|jax.named_scope\('"  # decorators that only change one
-RELEASED = ROOT / "runtime/released.json"  # which models are this project's: python -m docs.generate released
+RELEASED = ROOT / "runtime/released.json"  # this project's models: python -m docs.generate released
 LONGEST_GIT_S = 10.0
 
 
 class Trainer(Protocol):
-    """What a trainer's module offers. train.py is the first one; tests/abc_trainer.py the smallest.
+    """The attributes of a trainer's module. train.py is the first one; tests/abc_trainer.py the smallest.
 
     tools/generate.py takes its runs if they are of a family in models/.
     """
@@ -126,7 +126,7 @@ def of_command_line(arguments: Sequence[str]) -> Trainer:
 def recorded(config: Any) -> dict[str, Any]:
     """The program that this config belongs to, as JSON values: its module's name and source, a hash of each file that
     it and the config's family in models/ are made of, by module, and the commit."""
-    module = sys.modules["__main__"]  # which may have the Config of another
+    module = sys.modules["__main__"]  # it may have another module's Config
     if not hasattr(module, "mapped_steps"):
         module = sys.modules[type(config).__module__]
     spec, file = getattr(module, "__spec__", None), Path(inspect.getfile(module)).resolve()
@@ -181,17 +181,18 @@ def _imported(name: str) -> dict[str, Any]:
 
 
 def model_of(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """What the model of a checkpoint's program is made of, as `released`; None: the attributes name no program."""
+    """The parts of the model of a checkpoint's program, as in `released`; None if the attributes name no program."""
     if (record := _record(attributes)) is None:
         return None
     return {**parts_of(record["source"]), **of_model(record.get("files", {}), record["module"])}
 
 
 def released(trainer: str, family: ModuleType | None, *, is_published: bool = False) -> dict[str, str]:
-    """What the model of train or train_any is made of: its file's `parts_of`, as released, and hashes of the files that
-    it and a family import: as they are here, where a tool computes with them; as released if is_published.
+    """The parts of the model of train or train_any: its file's `parts_of`, as released, and hashes of the files that it
+    and a family import: their hashes here, where a tool computes with them, or released ones if is_published.
 
-    No run has the hash "changed": of a file here that is not as released, but computes what the run does by another.
+    The hash "changed", which no run has, marks a file here that differs from its release and computes what the run
+    computes in another file.
     """
     families = [family] if family else []
     own, of_families = files_of(trainer), {name for each in families for name in _of_family(each)}
@@ -281,8 +282,8 @@ def _only_defines(node: ast.stmt) -> bool:
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """What differs between the program that saved a checkpoint with these attributes and the one with this record: its
-    module, or of what it is made of. Empty where the attributes name no program."""
+    """The differences between the program that saved a checkpoint with these attributes and the one with this record:
+    its module, or its parts. Empty if the attributes name no program."""
     before, name = _record(attributes), record["module"]
     if before is None:
         return []
@@ -294,7 +295,7 @@ def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> lis
 
 
 def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What `recorded` gave. Raises RunError: the attribute has another content."""
+    """The record that `recorded` made. Raises RunError if the attribute holds something else."""
     record = attributes.get("program")
     if record is None or (
         isinstance(record, dict) and {type(record.get(key)) for key in ("module", "source")} == {str}
@@ -359,7 +360,7 @@ def _dumped(tree: ast.AST) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:]
-    return re.sub(r", (type_params=\[\]|Constant\(value=''\)(?=\]\)))", "", ast.dump(tree))  # of Python 3.12 alone
+    return re.sub(r", (type_params=\[\]|Constant\(value=''\)(?=\]\)))", "", ast.dump(tree))  # only in Python 3.12
 
 
 def _hash(text: str) -> str:
@@ -367,7 +368,7 @@ def _hash(text: str) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says of a folder; None without git or repository."""
+    """The output of a git command in a folder; None without git or repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=LONGEST_GIT_S)
     except (OSError, subprocess.TimeoutExpired):

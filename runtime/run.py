@@ -131,9 +131,9 @@ class Run:
     """
 
     _best: Best | None = None  # with patience
-    _compiled: Mapping[str, float | None] = MappingProxyType({})  # of the step, what `compile` has seen
+    _compiled: Mapping[str, float | None] = MappingProxyType({})  # what `compile` saw of the step
     _slow_hosts: SlowHosts | None = None  # where there are several
-    _read: Callable[[Any], Any] | None = None  # of the first weights
+    _read: Callable[[Any], Any] | None = None  # reads the first weights
     _step_began = 0.0
     _stopping = _is_stopped = _save_is_late = False
     _skipped_steps: Any = 0
@@ -151,7 +151,7 @@ class Run:
         self._total = config.training.steps
         self._is_leader = jax.process_index() == 0
         root, name = config.paths.root_working_dir, config.paths.model_name
-        self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
+        self._store = f"{root.rstrip('/')}/{name}"  # where checkpoints and owner.json are
         self._program = program.recorded(config)
         self._recorded = {name: value for name, value in self._program.items() if name != "source"}
         self.folder = Path("runs" if "://" in root else root) / name
@@ -324,8 +324,8 @@ class Run:
         if not (self.due(step, self._config.eval_interval) or (waits and (step + 1) % self._config.eval_interval == 0)):
             return
         with self._tracker.paused():
-            zero = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
-            sums: dict[str, tuple[Any, Any]] = {}  # of losses and targets, by source
+            zero = jax.device_put(np.float32(0), jax.P())  # placed like results: add_batch is compiled once
+            sums: dict[str, tuple[Any, Any]] = {}  # sums of losses and targets, by source
             for index in range(self.validation_data.steps or 0):  # None is only of training data without an end
                 source = self.validation_data.source_of(index)
                 before, batch = sums.get(source, (zero, zero)), self.validation_data.load(index)

@@ -1,7 +1,7 @@
-"""What a person reads in a terminal: errors, lines, bars, and how a process ends.
+"""Output for a person at a terminal: errors, lines, bars, and how a process ends.
 
-Printing never ends a program. What standard output does not take (a full disk, a closed pipe) goes to standard error
-and to `messages.txt` of the run folder; without one, the program ends with status 1.
+Printing never ends a program. Lines that standard output does not take (a full disk, a closed pipe) go to standard
+error and to `messages.txt` of the run folder; without one, the program ends with status 1.
 """
 
 import atexit
@@ -25,7 +25,7 @@ DIED = 134
 SILENT_S = 60.0  # the longest time without a line in a file
 LEADER_LINGERS_S = 5.0  # the others end when process 0 does, but first print the same error
 
-_process = ""  # of several: "host gpu-07 (process 7 of 16): "
+_process = ""  # this process's name if there are several: "host gpu-07 (process 7 of 16): "
 _lingers_s = 0.0
 _messages: Path | None = None  # takes what standard output does not
 
@@ -40,7 +40,7 @@ INSTALL = install("text")
 
 
 class RunError(Exception):
-    """What is wrong, where, what was expected and the fix. The entry point prints it without a traceback: status 1."""
+    """Says what is wrong, where, what was expected and the fix. The entry point prints no traceback: status 1."""
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ class _Output:
 
 
 _OUTPUT: Any = _Output()
-_LOCK = threading.RLock()  # of lines and bars
+_LOCK = threading.RLock()  # guards lines and bars
 
 
 def output_is_failing() -> bool:

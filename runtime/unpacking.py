@@ -24,7 +24,7 @@ KNOWN = "blosc, zstd, gzip and crc32c are read, of format 2 also zlib and lz4, w
 
 
 class Bounded:
-    """What a compressor of zarr does besides, once it is registered."""
+    """Mixed into zarr's compressors: checks a chunk's size before it is decompressed."""
 
     async def _decode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
         size = math.prod(chunk_spec.shape) * chunk_spec.dtype.to_native_dtype().itemsize

@@ -39,7 +39,7 @@ from runtime.unpacking import require_readable, require_size
 
 # Attributes of the root.
 COMPLETED = "write_completed"
-CHECKSUMS = "metadata_crc32c"  # of each metadata file, by path; under "" of all attributes but these two
+CHECKSUMS = "metadata_crc32c"  # each metadata file's checksum, by path; under "" that of all attributes but these two
 STEP = "step"  # the number of updates, as in the checkpoint's name
 CHUNKS = "chunk_crc32c"  # attribute of an array: its chunks' checksums by file name
 OTHER_CHECKSUM = "does not have the checksum that it was written with"
@@ -195,7 +195,7 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         for opened in arrays.values():
             require_readable(opened)
     except UNREADABLE as error:
-        if isinstance(error, OSError) and error.errno:  # of memory none fails: this process has too few open files
+        if isinstance(error, OSError) and error.errno:  # not from memory: this process may not open more files
             raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
         raise Damaged(path, f"its metadata cannot be read ({error})") from error
     files = _Files(store, name, memory, is_bound=bool(checksums) and STEP in root)

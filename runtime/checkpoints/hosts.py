@@ -32,7 +32,7 @@ class Hosts:
         self.is_leader = self.index == 0
         if self.count > 1:
             if self.is_leader:
-                store.remove(FOLDER)  # of an earlier run; nobody writes before the broadcast
+                store.remove(FOLDER)  # left by an earlier run; nobody writes before the broadcast
             # A name of this run's own: files of an earlier run may still become visible.
             self._run = int(multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32))))
 

@@ -48,7 +48,7 @@ class StopSignals:
             for number, handler in self._handlers_before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._wakeup_before)
-            self._writer.close()  # which ends the thread
+            self._writer.close()  # ends the thread
 
     def stop(self) -> bool:
         """Whether the run stops now; called after each step and each batch of a validation. Several hosts must call it

@@ -1,4 +1,4 @@
-"""What --help prints. A key's explanation is the comment beside its field, so no text is written twice."""
+"""Writes what --help prints. A key's explanation is the comment beside its field, so no text is written twice."""
 
 import dataclasses
 import inspect
@@ -105,7 +105,7 @@ def explanations(config_class: type) -> dict[str, str]:
             comments[key] = comments[f"{key}[]"] = comments_of(item_of(kind))
         explained[key] = comments[key.rpartition(".")[0]].get(field.name, "")
         about = inspect.getdoc(kind) if dataclasses.is_dataclass(kind) else None
-        if about and not about.startswith(f"{kind.__name__}("):  # which dataclasses write where there is no docstring
+        if about and not about.startswith(f"{kind.__name__}("):  # a dataclass's default docstring
             explained[key] = " ".join(about.split())
     return explained
 

@@ -88,8 +88,8 @@ class HuggingFaceDataset:
     # A data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; tokenized into the
     # run folder while the run reads it.
     path: Name | None = None
-    name: str | None = None  # which of its configurations (en)
-    tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
+    name: str | None = None  # the data set's configuration (en)
+    tokenizer: str | None = None  # as for tools.tokenize_text: bytes_utf8, a tokenizer.json, a name on the hub
     text_field: str = "text"  # the document's field that is trained on
     validation_split: str = "validation"  # validation_batches batches of it are read
     # tokens that may be written before training wants them, up to the end of a block of 1 MB of text; each takes at

@@ -1,8 +1,8 @@
-"""What a checkpoint says about the run that saved it, and what may change when a run goes on from it.
+"""Compares a run with the checkpoint that it resumes from, and says what may have changed.
 
 A checkpoint's attributes hold `config`, all keys of the run, and `data`, which identifies the data set. With another
 batch size or length a step's number would mean other rows, some trained on twice and some never: such changes are
-refused. What may change (steps, learning rate, intervals, mesh, paths, threads) is logged.
+refused. Other changes (steps, learning rate, intervals, mesh, paths, threads) are logged.
 """
 
 import copy

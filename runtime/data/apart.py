@@ -24,7 +24,7 @@ from typing import Any
 SECONDS, BYTES = 3, 2**27  # most processor time and memory of a call
 LOADED, LOADED_SECONDS = 2**32, 120  # for importing packages and reading the files of a tokenizer
 RENDERED, TIMES = 2**14, 16  # characters that a template may write, and how often those of the messages
-MOST_IDS = 1000  # of three characters and what stands around them
+MOST_IDS = 1000  # for three characters and what a tokenizer puts around them
 NO_MEMORY = 3  # the status of the process
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ def most_for_one(part: Any) -> int:
 def limit(size: int, seconds: int) -> None:
     """Limits what this process takes from now on."""
     limits = {resource.RLIMIT_CPU: int(time.process_time()) + seconds}
-    if (statm := Path("/proc/self/statm")).exists():  # of Linux
+    if (statm := Path("/proc/self/statm")).exists():  # on Linux
         limits[resource.RLIMIT_AS] = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + size
     for kind, value in limits.items():
         _, most = resource.getrlimit(kind)

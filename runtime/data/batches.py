@@ -31,8 +31,8 @@ from runtime.data.rows import PackedRows, SequenceRows
 from runtime.terminal import RunError
 
 BATCHES_AHEAD = 3  # on the device already while a step runs
-UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
-TOKEN_BYTES = 4  # of a buffer; whether it is a target takes another, or its weight 4
+UNSHUFFLED_BATCHES = 8  # are read at once if rows are read in stored order
+TOKEN_BYTES = 4  # a token's id in a buffer; is_target takes another byte, or weight 4
 CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
 
 
@@ -116,10 +116,10 @@ class Loader:
 
     max_token_id: int  # no token id is larger
     bos_id: int  # the input that stands before a sequence's first token
-    steps: int | None  # of all epochs; None: there is no end
-    rows: int  # of an epoch, of all sources together
+    steps: int | None  # in all epochs; None: there is no end
+    rows: int  # in an epoch, of all sources together
     dropped_tokens: int  # in an epoch: at the ends of splits, too few for a row
-    memory_bytes: int  # of the host, at most
+    memory_bytes: int  # of the host's memory, at most
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Loader:
 
     @property
     def summary(self) -> str:
-        """What is read and what is left out, in one line."""
+        """Says in one line what is read and what is left out."""
         if self.steps is None:
             end = "without end"
         elif self._shuffle:
@@ -299,10 +299,10 @@ class Loader:
     def _most_memory(self, io_threads: int) -> int:
         rows_here = len(self._host_rows[self._batch])
         self._weight_type = np.result_type(*(source.split.weight_type for source in self._sources))
-        rows = (BATCHES_AHEAD + 2) * rows_here * 2  # of batches
+        rows = (BATCHES_AHEAD + 2) * rows_here * 2  # the rows in batches
         for source in self._sources:
             buffer = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
-            if len(self._sources) == 1:  # of a mixture all rows of a source may be one host's
+            if len(self._sources) == 1:  # in a mixture one host may read all rows of a source
                 buffer = min(buffer, (buffer // self._batch + 2) * rows_here)
             rows += (1 + BUFFERS_AHEAD) * buffer
         splits = [source.split for source in self._sources]

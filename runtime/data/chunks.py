@@ -130,7 +130,7 @@ def read(array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int
 
 
 def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What a store or a codec may raise if data are damaged or out of reach; and `others`."""
+    """The exceptions that a store or a codec may raise if data are damaged or out of reach, and `others`."""
     errors: list[type[Exception]] = [OSError, ValueError, ArithmeticError, RuntimeError, EOFError, zlib.error, *others]
     # Packages of object stores have other errors, which are none of the above.
     if "botocore" in sys.modules:

@@ -32,7 +32,7 @@ from runtime.terminal import RunError, needs_package
 
 BLOCK_BYTES = 2**20
 MOST_RECORD_BYTES = 2**24  # its ids take 14 times as much memory; packed it may be a thousandth
-BLOCK_ROWS = 256  # of a table, whose rows have no size that is known beforehand
+BLOCK_ROWS = 256  # table rows in a block: their size is not known beforehand
 LINES = (".jsonl", ".ndjson", ".json")
 EXPECTED = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
 
@@ -43,9 +43,9 @@ class File:
     name: str  # path or URL; of rows of a data set: which part of it
     size: int = 0  # bytes as stored; 0 where that is not known
     version: str = ""  # changes with the content, as far as the file system tells
-    split: str = ""  # whose documents it holds, where that is said
+    split: str = ""  # the split that it belongs to; '' if none is named
     stream: Any = None  # the `datasets.IterableDataset` that holds the rows; None: to be opened by name
-    part: int = 0  # which of its files
+    part: int = 0  # its number among the data set's `parts` files
     parts: int = 1
 
 
@@ -54,8 +54,8 @@ class Block:
     """Whole records of a file. Blocks after a position hold the same records wherever reading began."""
 
     file: File
-    content: bytes  # of text and lines
-    rows: list[dict]  # of a table
+    content: bytes  # for text and lines
+    rows: list[dict]  # for a table
     first: int  # number of its first line, from 1, or row, from 0
     # Where the next block begins: the file, its byte or row, and the lines before that (1 after an empty file).
     position: tuple[int, int, int]

@@ -39,7 +39,7 @@ M = TypeVar("M", zarr.Array, zarr.Group)
 
 
 def is_weight(values: np.ndarray) -> np.ndarray:
-    """Which of these values are valid weights, or booleans."""
+    """For each value whether it is a valid weight, finite and at least 0; booleans are."""
     return (values >= 0) & (values < np.inf)
 
 

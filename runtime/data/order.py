@@ -115,15 +115,15 @@ def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
 
 
 class MixtureOrder:
-    """Which source each row of a mixture comes from: among the first n rows each source has its share, within one row.
+    """Chooses the source of each row of a mixture: among the first n rows each source has its share, within one row.
 
         mixture = MixtureOrder([0.7, 0.3])
         mixture.at(np.array([0, 1, 2]))          # sources [0, 1, 0], of which these are the rows [0, 0, 1]
         mixture.counts(1000)                     # [700, 300]: rows of each source among the first 1000
 
-    Weights are the decimals as written. A pattern repeats after as many rows as their ratio has in lowest terms, so the
-    shares are exact; where that is over LONGEST_PATTERN, weights are rounded to multiples of 1 / LONGEST_PATTERN of
-    their sum. Raises RunError: a weight is too small a part of the sum.
+    Weights are the decimals as written. The pattern has as many rows as the sum of their ratio in lowest terms, so the
+    shares are exact; above LONGEST_PATTERN rows, weights are rounded to multiples of 1 / LONGEST_PATTERN of their sum.
+    Raises RunError if a weight is too small a part of the sum.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -168,8 +168,8 @@ class GrowingBatch:
     """
 
     def __init__(self, batch: int, doubles_at: Sequence[int] = ()):
-        self.sizes = [batch >> times for times in range(len(doubles_at), -1, -1)]  # of each phase
-        self._steps = np.array([0, *doubles_at])  # that begin a phase, and the rows before
+        self.sizes = [batch >> times for times in range(len(doubles_at), -1, -1)]  # rows a step in each phase
+        self._steps = np.array([0, *doubles_at])  # first step of each phase; below, the rows before it
         self._starts = np.cumsum([0, *(np.diff(self._steps) * np.array(self.sizes[:-1], int))])
 
     def rows(self, step: int) -> int:

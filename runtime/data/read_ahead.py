@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-NO_END = 2**62  # as a count: more than will ever be asked for
+NO_END = 2**62  # a count that nobody reaches
 
 
 class ReadAhead(Generic[T]):

@@ -1,4 +1,4 @@
-"""What a loader refuses before it reads: data that do not fit the run or each other, too few, too much memory."""
+"""Refusals of a loader before it reads: data that do not fit the run or each other, too few, too much memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from runtime.data.flat_tokens import Split
 from runtime.data.rows import PackedRows, SequenceRows
 from runtime.terminal import RunError
 
-MAX_BYTES = 4 * 2**30  # of host memory that one split may take
+MAX_BYTES = 4 * 2**30  # host memory that one split may take
 
 
 def check_rows(split: Split, length: int, read_length: int, is_packed: bool, batch: Any) -> None:

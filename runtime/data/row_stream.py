@@ -28,7 +28,7 @@ class Buffer:
     """This host's rows of a shuffle buffer, in the order in which batches take them."""
 
     ordinals: Rows  # increasing
-    tokens: UInt32[np.ndarray, "rows length"]  # as stored
+    tokens: UInt32[np.ndarray, "rows length"]  # in the stored encoding
     weight: Bool[np.ndarray, "rows length"] | Float32[np.ndarray, "rows length"]
 
 

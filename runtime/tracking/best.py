@@ -14,7 +14,7 @@ SMALLER_IS_BETTER = re.compile("loss|perplexity|bits_per_byte")
 class Best:
     """The best value of one metric. Checkpoints keep it: a resumed run stops at the same step as without the stop."""
 
-    by: str  # as metrics.jsonl has it: validation_loss
+    by: str  # the metric's name in metrics.jsonl: validation_loss
     step: int = 0  # updates of the weights; 0: there was none yet
     value: float = float("nan")
     since: int = 0  # validations after it

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from runtime.tracking.recorded import Recorded, numbers
 
-POINTS = 1000  # of a curve; of a longer one every second is shown, or every third, …
+POINTS = 1000  # a curve's most points; a longer one shows every second, or every third, …
 # Charts: title, unit, and the metrics by name.
 CHARTS = (
     ("Loss", "nats a token", ("loss", "validation_loss")),
@@ -123,7 +123,7 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
     traces: list[go.Scatter] = []
     steps: list[list[int]] = []
     hours: list[list[float]] = []
-    rows: list[list[str]] = []  # of the legend, for each line
+    rows: list[list[str]] = []  # the legend's rows for each line
     for run, index, curve in series:
         metric = metrics.index(curve.name)
         short = curve.name.partition("/")[2] or curve.name

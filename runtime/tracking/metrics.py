@@ -1,4 +1,4 @@
-"""What a run says while it goes: `metrics.jsonl` in the run folder and one line on the terminal.
+"""Reports a run while it goes: `metrics.jsonl` in the run folder and one line on the terminal.
 
 A step's numbers are read when the next step is already dispatched, so reading them leaves no device idle.
 """
@@ -60,12 +60,12 @@ class Tracker:
     _: dataclasses.KW_ONLY
     start_step: int  # finished updates at the start; lines of later steps, which an interrupted run left, are dropped
     total_steps: int  # the last step's number
-    tokens_per_step: int  # of the global batch
-    flops_per_step: Mapping[str, float]  # of the global batch, by the name that their share of the peak is logged under
-    peak_flops_per_s: float | None  # of all devices together, or None if not known
+    tokens_per_step: int  # in the global batch
+    flops_per_step: Mapping[str, float]  # for the global batch, by the logged name of their share of the peak
+    peak_flops_per_s: float | None  # all devices together; None if unknown
     log_interval: int  # steps from line to line
     is_leader: bool  # whether this process reads, writes and prints; the others do nothing here
-    bytes_per_token: float | None = None  # of the data's text, for bits per byte; None if not known
+    bytes_per_token: float | None = None  # bytes of text per token, for bits per byte; None if unknown
     part_of_batch: Callable[[int], float] = lambda step: 1.0  # how much of the global batch a step has; from 0
     on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
 

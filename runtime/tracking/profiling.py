@@ -43,7 +43,7 @@ class Profiler:
         self._last_step = self._first_step + PROFILED_STEPS - 1
         self._is_wanted = is_leader and self._last_step <= total_steps and not self._folder.exists()
         self._tracing = contextlib.ExitStack()  # closed, it stops the tracer
-        self._annotation = contextlib.ExitStack()  # of the step
+        self._annotation = contextlib.ExitStack()  # the step's name in the profile
         self._paused = paused
 
     def before_step(self, step: int) -> None:

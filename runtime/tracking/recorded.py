@@ -20,7 +20,7 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Recorded:
     name: str
     folder: Path
-    lines: list[dict[str, Any]]  # of metrics.jsonl
+    lines: list[dict[str, Any]]  # those of metrics.jsonl
     config: dict[str, Any]  # by key, 'training.tokens.batch'
     environment: dict[str, Any]  # see `runtime.tracking.report.environment`
     samples: str  # text that somebody put into samples.txt
@@ -60,7 +60,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def damage(file: Path, number: int, line: bytes) -> str:
-    """What is wrong with a line that `record_of` refuses."""
+    """Says what is wrong with a line that `record_of` refuses."""
     text = line.strip()[:80].decode(errors="replace")
     return f"{file}, line {number}: expected a JSON object with `step` and `time`, which are numbers, but got {text!r}"
 

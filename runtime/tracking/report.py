@@ -35,7 +35,7 @@ LINKS = {
 
 
 def environment() -> dict[str, Any]:
-    """What this process runs on, as JSON values."""
+    """The machine, versions and environment of this process, as JSON values."""
     import jax  # what reads run folders starts without it
 
     devices = jax.devices()
@@ -80,7 +80,7 @@ def write_report(folder: str | Path) -> Path:
 def report_page(run: Recorded) -> str:
     steps = run.config.get("training.steps")
     done = max((line["step"] for line in run.lines), default=0)
-    left_out = r"packages$|ledger$|program/files/"  # which are a table, lines above, and hashes for tools.compare
+    left_out = r"packages$|ledger$|program/files/"  # shown in a table, in lines above, and for tools.compare
     rows = {name: value for name, value in run.environment.items() if not re.match(left_out, name)}
     return _page(
         "report.html",

@@ -23,18 +23,18 @@ PACKAGES = {
     "clearml": ("clearml", "clearml==2.1.12"),
     "trackio": ("trackio", "trackio==0.43.0"),
 }
-Log = Callable[[int, float, dict[str, float]], None]  # of a step, its time (s since 1970), and numbers by their names
+Log = Callable[[int, float, dict[str, float]], None]  # log(step, its time in s since 1970, numbers by name)
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker needs to know about a run."""
+    """A run as a tracker needs to know it."""
 
     folder: Path  # the tracker's own, in the run folder
     name: str
     project: str
     config: dict[str, Any]
-    first_step: int  # of what is sent now
+    first_step: int  # the first step that is sent now
     is_repeated: bool  # whether that step, and later ones, were sent before: the run was resumed
 
     def remembered(self, new: Callable[[], str] | None = None) -> str | None:
