@@ -58,12 +58,12 @@ class Model:
     d_ff: Count  # F, length of the feed-forward network's hidden vector
     rope_max_timescale: Count  # base of the rotary angles
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # type of activations and matrix products
     attention: KernelName = 'auto'  # a kernel of kernels/attention.py; einsum: as written below; auto: by device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(RunTraining):  # which has seed, steps, tokens and microbatches
+class Training(RunTraining):  # its base has seed, steps, tokens and microbatches
     warmup_steps: Steps  # the learning rate climbs linearly over these
     steps_for_lr: Count  # then follows a cosine, which is at its floor from this step on, counted from 0
     learning_rate: Positive  # its largest value
@@ -75,7 +75,7 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it
     save_for_backward: Literal['everything', 'inputs'] = 'everything'  # a layer keeps what it names, or its input
     unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
-    # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
+    # Type in which weights' gradients are reduce-scattered: float32 sends 4 bytes an element; bfloat16 2, and rounds.
     gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
 
 
@@ -132,10 +132,10 @@ class State:
 class Metrics:
     loss: f32['']
     learning_rate: f32['']
-    grad_norm: f32['']  # of the whole gradient, before clipping
-    weight_norm: f32['']  # of all weights, after the update
+    grad_norm: f32['']  # norm of the whole gradient, before clipping
+    weight_norm: f32['']  # norm of all weights, after the update
     skipped_steps: u32['']
-    grad_norm_of: f32['weights']  # of each of the weights, all layers together, before clipping
+    grad_norm_of: f32['weights']  # norm of each weight's gradient, all layers together, before clipping
     weight_norm_of: f32['weights']
     update_ratio_of: f32['weights']  # norm of the step's change over the weight's norm
 
@@ -237,10 +237,10 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
-        ln1, ln2, w = ws
+        ln1, ln2, w = ws  # the matrices of w, gathered below, are not kept: the backward pass gathers them again
         w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
         w_k, w_v = [gather('M/d K/t D -> M K/t D', each) for each in w.w_kv]
-        w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)  # none of these is kept: the backward pass gathers them again
+        w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
         w_gate = gather('M/d F/t -> M F/t', w.w_gate)
         w_up = gather('M/d F/t -> M F/t', w.w_up)
         w_down = gather('M/d F/t -> M F/t', w.w_down)
@@ -290,7 +290,7 @@ LOSS_CHUNK = 256
 
 @typed
 def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-    """The sum of -log softmax over all targets. V is split over t: 8 bytes a token are sent, 4 backward, no logits."""
+    """The sum of -log softmax over all targets. It sends 16 (t-1)/t bytes a token, 8 (t-1)/t backward, no logits."""
     x = forward(model, training, bos_id, weights, batch)
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
     # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16.
@@ -367,7 +367,7 @@ def training_step(
     def loss(weights: Weights, batch: TokenBatch) -> f32['+d +t']:
         return loss_sum(model, training, bos_id, weights, batch) / target_count
 
-    Sums = tuple[f32['+d +t'], Weights]  # of losses and gradients
+    Sums = tuple[f32['+d +t'], Weights]  # sums of losses and of gradients
 
     def add_microbatch(sums: Sums, batch: TokenBatch) -> tuple[Sums, None]:
         # Without the barrier XLA gathers embed, unembed and the final norm before the loop and holds them throughout:

@@ -80,18 +80,18 @@ class Lora:  # Hu et al. 2021
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:  # the objective of encoders
-    share: Fraction = 0.15  # of the tokens that are predicted
+    share: Fraction = 0.15  # share of the tokens that are predicted
     token: Steps | None = None  # the id that replaces them; null: the tokenizer's mask_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(optimizers.Training):
     tokens: PairTokens
-    # What a layer keeps for the backward pass: what it names, on the device or in the host's memory; or its input.
+    # A layer keeps for the backward pass what it names, on the device or in the host's memory; or only its input.
     save_for_backward: Literal['everything', 'on_host', 'inputs'] = 'everything'
     balance_loss: NotNegative = 0.0  # factor of the loss that is least where all experts get equally many tokens
     router_z_loss: NotNegative = 0.0  # factor of the loss that keeps the router's logits small
-    # Of a stage's layers. 1: 1F1B; more: interleaved, stages wait less and send as many times more.
+    # Parts of a stage's layers. 1: 1F1B; more: interleaved, stages wait less and send as many times more.
     pieces: Count = 1
 
 
@@ -139,7 +139,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Task:
-    """What a config trains: the model, types and shapes."""
+    """A config as it is trained: the model, types and shapes."""
 
     family: ModuleType
     model: Any
@@ -151,7 +151,7 @@ class Task:
     decayed: Any  # like `trained`: a factor of training.weight_decay
     places: list[adapters.Place]  # where adapters are
     fp8: bool
-    pieces: int  # of each stage of a pipeline; 0: there are no stages
+    pieces: int  # pieces in each stage of a pipeline; 0: there are no stages
 
     @property
     def Batch(self) -> type:
@@ -295,7 +295,7 @@ def task_of(config: Config) -> Task:
             )
             for want in (True, False)
         ]
-        # As in train.py: matrices of the layers, no norms, biases or embeddings.
+        # Only the layers' matrices decay, as in train.py: no norms, biases or embeddings.
         factors = [float('/' in name and w.element is stored) for name, w in zip(names(trained), leaves(trained))]
         decayed = jax.tree.unflatten(jax.tree.structure(trained), factors)
     in_step = Tuned(trained, frozen)
@@ -321,7 +321,7 @@ def leaves(types: Any) -> list[ArrayType]:
 
 
 def first_weights(task: Task, seed: jax.Array) -> Any:
-    """What is trained, as drawn: adapters whose b is zero, so that they change nothing; or the model's weights, which
+    """The trained weights as drawn: adapters whose b is zero, so they change nothing; or the model's weights, which
     initial_weights then replace."""
     if not task.lora.rank:
         drawn = task.family.init(task.model, seed)
@@ -407,7 +407,7 @@ def loss_sum(
 @typed
 def over_stages(unembed: Any) -> Any:
     """Each stage's part of the vocabulary, 'V/u M' (Yeung et al. 2024); with one stage, all of it."""
-    strings = {2: 'V/t M -> V/u M', 1: 'V/t -> V/u'}  # of the table, and of a bias
+    strings = {2: 'V/t M -> V/u M', 1: 'V/t -> V/u'}  # for the table, and for a bias
     return jax.tree.map(lambda w: shardops.slice(strings[w.ndim], w), unembed)
 
 
@@ -850,7 +850,7 @@ def shapes(config: Config) -> tuple[State, Any]:
 
 
 def reader(config: Config, task: Task) -> Callable | None:
-    """What reads the trained weights, with huggingface.restored's arguments; None: they are drawn."""
+    """A function that reads the trained weights, with huggingface.restored's arguments; None: they are drawn."""
     if not task.lora.rank:
         return functools.partial(huggingface.restored, is_part=True)
     if config.initial_adapter is None:
@@ -866,7 +866,7 @@ def reader(config: Config, task: Task) -> Callable | None:
 
 
 def scorer_of(config: Config, task: Task, special_id: int) -> InRun | None:
-    """What scores eval_tasks and eval.harness; None: there are none."""
+    """The scorer of eval_tasks and eval.harness; None: there are none."""
     if not config.eval_tasks and not config.eval.harness:
         return None
     join = functools.partial(whole, task)

@@ -61,17 +61,17 @@ SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward 
 # -- From the string to what runs --------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an operation with a certain string does on a certain mesh.
+    """The plan of an operation with its string on one mesh.
 
     Attributes:
-      run: `run(*operands, **options)` is what one device computes from what it holds of the operands.
+      run: `run(*operands, **options)` computes a device's part of the result from its parts of the operands.
       moves: the axes over which it sends.
-      needs_all: every device of the mesh takes part, as XLA has it of a permutation along any axis.
-      sizes: where it makes new dims, a function from the known dims' sizes to the new ones'; `run` then gets the
+      needs_all: every device of the mesh takes part, as XLA requires for a permutation along any axis.
+      sizes: if it makes new dims, a function from the known dims' sizes to the new ones'; `run` then gets the
         result's `shape` on a device as well.
-      rule: for the check, a function from the operands' states to the results', where the string does not say them.
+      rule: for the check, a function from the operands' states to the results', if the string does not say them.
       calls: `run` calls a function of the user's, which is local to a device.
-      dtype: from the first operand's to the result's, where the caller does not choose that.
+      dtype: a function from the first operand's type to the result's, unless the caller chooses that.
     """
 
     run: Callable
@@ -185,7 +185,7 @@ def _size(name, size) -> int:
 
 
 def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
-    """What a device holds of the results; raises where sizes contradict the string or the scope's letters."""
+    """The shapes of the results on a device. Raises if sizes contradict the string or the scope's letters."""
     letters, known = letters_of_scope(), {}
     for spec, operand in zip(recipe.operands, operands):
         known |= zip(spec.names, bind(spec, jnp.shape(operand), axes, letters))
@@ -287,8 +287,8 @@ def require_result(recipe: Recipe, dims, pending=(), why: str = ""):
 
 
 class _Change(typing.NamedTuple):
-    """What an operation does that keeps the dims: (position, axes) of those that lose minor axes, or get some; the axes
-    of sums that it takes, or leaves."""
+    """The effects of an operation that keeps the dims: (position, axes) of dims that lose or get minor axes; axes of
+    sums that it takes or leaves."""
 
     gathers: list[tuple[int, tuple[str, ...]]]
     splits: list[tuple[int, tuple[str, ...]]]
@@ -446,7 +446,7 @@ def _all_gather(recipe, axes):
 
         def gather(x):
             x = x.astype(wire)
-            if sent_as is not None:  # as bits: XLA:CPU would send 8-bit floats as 16-bit ones
+            if sent_as is not None:  # sent as bits: XLA:CPU would send 8-bit floats as 16-bit ones
                 x = lax.bitcast_convert_type(x, f"uint{8 * wire.itemsize}")
             for position, names in sent:
                 x = _gather(x, names, position)
@@ -1061,7 +1061,7 @@ def _vjp(name, function, args, has_aux=False):
                 shapes = " and ".join(shown(jnp.shape(x)) for x in (one, other))
                 raise ShardingError(f"the cotangent has another shape than the result, {shapes}\n{where}")
         operands = *results, *jax.tree.leaves(cotangent), *leaves
-        # What is pulled back may send wherever something has been sent.
+        # The pullback may send wherever the function has sent.
         return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, where=where, moves=check.moves)
 
     return result, pull, *aux
@@ -1164,7 +1164,7 @@ def sum_over_chunks(function, shared, x, others):
     def backward(kept, gradient):
         return *jax.tree.map(lambda leaf: (gradient * leaf.astype(jnp.float32)).astype(leaf.dtype), kept), None
 
-    # What the function closes over is differentiated too: it joins what is shared.
+    # Values that the function closes over are differentiated too: they join the shared ones.
     first_chunk = jax.tree.map(lambda leaf: leaf[0], (x, others))
     converted, closed_over = jax.closure_convert(function, shared, *first_chunk)
     function = lambda both, x, others: converted(both[0], x, others, *both[1])  # noqa: E731

@@ -65,7 +65,7 @@ def mapped_axes() -> dict[str, int]:
 
 
 def all_mapped_axes() -> dict[str, int]:
-    """The same, with those of `shardops.each`."""
+    """All mesh axes of `mapped_axes`, and those of `shardops.each`."""
     check = marks.current()
     return manual_axes() if check is None else check.axes
 
@@ -77,7 +77,7 @@ def part_of(whole: int, dim: Dim, axes: dict[str, int]):
 
 
 def on_this_mesh(shape) -> list[int]:
-    """What a device of the user's mesh holds of a value with this shape: in the check sizes are symbols."""
+    """The shape of a value on a device of the user's mesh, where the check has symbols as sizes."""
     if (check := marks.marking()) is None:
         return list(shape)
     return list(map(check.parts.on_mesh, shape))
@@ -373,20 +373,20 @@ def is_tree_of_types(type_) -> bool:
 
 
 class StandIn:
-    """A dataclass of several arrays that may stand where a type says a matrix: what the type says is said of one field.
-    Those that there are, and the product with them, are in `shardlib/products.py`."""
+    """A dataclass of several arrays that may stand for a matrix: the matrix's type is that of one field, typed_field.
+    The stand-ins, and the product with them, are in `shardlib/products.py`."""
 
     typed_field: str
-    element: DType | None = None  # of the typed field, where it is not the type's
-    sent_as = None  # what `shardops.all_gather` rounds it to on the way
+    element: DType | None = None  # the typed field's element type, if it is not the type's
+    sent_as = None  # the type that `shardops.all_gather` rounds it to for sending
 
     def map(self, function) -> "StandIn":
-        """The same with `function` of the typed field in its place."""
+        """A copy with `function` applied to the typed field."""
         return dataclasses.replace(self, **{self.typed_field: function(getattr(self, self.typed_field))})
 
 
 def make_partition_specs(cls):
-    """The same tree of `PartitionSpec`."""
+    """The type's tree with a `PartitionSpec` for each array."""
     return map_type(lambda array: array.spec.partition_spec, cls)
 
 
@@ -410,7 +410,7 @@ def is_fully_sharded(spec) -> bool:
 
 
 def make_shardings(cls):
-    """The same tree of `NamedSharding` on the current mesh.
+    """The type's tree with a `NamedSharding` on the current mesh for each array.
 
     Raises:
       ShardingError: without a mesh, or if a type names an axis that it lacks.

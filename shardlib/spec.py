@@ -22,17 +22,17 @@ _PENDING = re.compile(r"\+([A-Za-z_]\w*)")
 
 
 class ShardingError(TypeError):
-    """What the notation says and what the program does differ. The message names the operation, its string, the shapes,
-    the mesh and the line."""
+    """The program does not do what its notation says. The message names the operation, its string, the shapes, the mesh
+    and the line."""
 
     def extended(self, more: str) -> "ShardingError":
-        """The same error, with more lines."""
+        """A copy of the error with more lines."""
         return type(self)(f"{self}\n{more}")
 
 
 @contextlib.contextmanager
 def located(where):
-    """An error that is raised inside gets more lines: `where()`, what it is said against and its place."""
+    """Adds lines to an error that is raised inside: `where()`, the claim that it contradicts and its place."""
     try:
         yield
     except ShardingError as error:
@@ -41,7 +41,7 @@ def located(where):
 
 # -- Groups of axes ----------------------------------------------------------------------------------------------------
 _GROUPS: dict[str, tuple[str, ...]] = {}
-_ORDER: list[str] = []  # of the axes that stand in groups
+_ORDER: list[str] = []  # the order of the axes in groups
 
 
 def groups(order: str, **names: str) -> None:

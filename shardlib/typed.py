@@ -136,7 +136,7 @@ def _check_local(value, annotation, name):
     return _checked(annotation, value, f"local {name}")
 
 
-# What the function that is running says of its result: the annotation, and its name in messages.
+# The running function's annotation of its result, and the result's name in messages.
 _result: contextvars.ContextVar[tuple[object, str]] = contextvars.ContextVar("result")
 
 

@@ -35,7 +35,7 @@ def main() -> None:
             said = f"usage: clearshard {{{','.join(known)}}} [arguments]\n       clearshard {{...}} --help | --version"
         case [name, *arguments] if name in known:
             sys.argv = [f"clearshard {name}", *arguments]
-            sys.path.insert(0, "")  # as `python -m` does: a trainer in this folder is the one that runs
+            sys.path.insert(0, "")  # like `python -m`: a trainer in this folder is the one that runs
             runpy.run_module(known[name], run_name="__main__", alter_sys=True)
         case [name, *_]:
             sys.exit(f"error: clearshard has no command {name}: expected one of {', '.join(known)}")

@@ -102,7 +102,7 @@ def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorde
 
 
 def differences(runs: list[Recorded]) -> Table:
-    """What differs of the programs, and the keys whose values differ, except for the run's folder."""
+    """The differences of the programs, and the keys whose values differ, except for the run's folder."""
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
     values = {PROGRAM: [hashed(run.program) for run in runs]}
     made_of = {key for run in runs for key in run.environment if key.startswith("program/")}

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "chat_template*", "generation_config.json",
 )  # fmt: skip
-THREADS = 4  # that read and write parts of one tensor
+THREADS = 4  # read and write parts of one tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Convert:
 
     from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
     to: str  # a new folder
-    dtype: Literal["float32", "bfloat16"] | None = None  # of the published weights; null: as they were, or float32
+    dtype: Literal["float32", "bfloat16"] | None = None  # type of the published weights; null: as they were, or float32
     allow_program_change: bool = False  # says that a run's model is that of models/, although its program was changed
     adapter: bool = False  # for a run with lora.rank: writes only its adapters, in float32, as PEFT does
 

@@ -46,7 +46,7 @@ from shardlib.shardtypes import make_shardings, mesh_text
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEATS = 5  # the median counts
-ALL_REDUCE_BYTES = {"cpu": 4 * 2**20}  # of each device
+ALL_REDUCE_BYTES = {"cpu": 4 * 2**20}  # the size on each device
 LARGE_ALL_REDUCE = 256 * 2**20
 LONGEST_STORE_S = 60.0
 

@@ -33,7 +33,7 @@ class Embed(OnDevices):
 
     input: str  # a file of texts: .txt, one a line, or .jsonl
     to: str  # an .npy file that is not there yet
-    pool: Pool = "mean"  # of a text's hidden states: their mean, the first, or the last
+    pool: Pool = "mean"  # one vector from a text's hidden states: their mean, the first, or the last
     is_unit: bool = False  # vectors of length 1, whose products are cosines
     rows: Count = 32  # batch size, in texts
 

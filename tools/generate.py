@@ -42,9 +42,9 @@ class Generate(Writing, OnFewerBytes):
     WORDS: ClassVar = ("model",)
 
     prompt: str | None = None  # what the text begins with; with chat, the user's message
-    prompt_ids: tuple[int, ...] | None = None  # the same as ids, to which nothing is added
+    prompt_ids: tuple[int, ...] | None = None  # the prompt as ids, to which nothing is added
     input: str | None = None  # a file of prompts: .txt, one a line, or .jsonl
-    prompt_field: str = "prompt"  # of each line of .jsonl; a list of messages is a chat
+    prompt_field: str = "prompt"  # the prompt's field in each line of .jsonl; a list of messages is a chat
     chat: bool = False  # through the model's chat template
     samples: Count = 1  # texts for each prompt
     output: Literal["text", "ids", "jsonl"] = "text"  # ids: of the new tokens alone

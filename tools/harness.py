@@ -20,7 +20,7 @@ from tools.hosts import Calls, from_first, is_first
 from tools.ready import Writing
 from tools.tasks import INSTALL, Answers, Document, Scorer, Scoring, score_documents
 
-MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of a task
+MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # a task's names for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Judge:
         return metrics
 
     def __call__(self, scorer: Scorer, config: Scoring) -> dict[str, Any]:
-        """What lm-eval-harness returns, on the first process, which asks; the others compute, and get nothing."""
+        """The results of lm-eval-harness, on the first process, which asks; the others compute, and get nothing."""
 
         def write(prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:
             return scorer.write(prompts, rebuild(Writing, settings, Origins("generation_kwargs")))

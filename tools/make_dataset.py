@@ -34,11 +34,11 @@ LONGEST = 1024  # tokens of a sequence, from 1 to this; the longer the likelier
 ALPHABETS = 4  # sets of letters without a common one; a sequence is written in one of them
 ALPHABET_SIZE = 12
 STRINGS = (2, 3)  # numbers of fresh letters of a group, which are then copied; also the distances
-DISTANCE_LETTERS = 24  # of a group of the two distance tasks
-GAUSSIAN_LETTERS = 15  # of a group
-MIXTURES, COMPONENTS = 4, 3  # of gaussians, that samples are drawn from; and gaussians of each
+DISTANCE_LETTERS = 24  # letters in a group of the two distance tasks
+GAUSSIAN_LETTERS = 15  # letters in a group
+MIXTURES, COMPONENTS = 4, 3  # mixtures of gaussians to draw samples from; gaussians in each
 BINS = 200  # tokens that the samples are quantised to
-STANDARD_DEVIATION = 5.0  # of each gaussian, in bins
+STANDARD_DEVIATION = 5.0  # each gaussian's, in bins
 # Ids: the markers of three tasks with a number, of the one without, and the gaussians'; then letters; then bins.
 FIRST_LETTER = 1 + 3 * len(STRINGS) + 1 + MIXTURES
 FIRST_BIN = FIRST_LETTER + ALPHABETS * ALPHABET_SIZE
@@ -47,9 +47,9 @@ VOCAB = FIRST_BIN + BINS
 
 @dataclass(frozen=True, kw_only=True)
 class MakeDataset:
-    path: str = "synthetic_dataset.zarr"  # of the data set
+    path: str = "synthetic_dataset.zarr"  # where to write the data set
     seed: Seed = 0  # the two splits draw from it separately
-    sequences: Count = 512  # of each split
+    sequences: Count = 512  # in each split
 
 
 class Draws:

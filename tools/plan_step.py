@@ -39,7 +39,7 @@ class Machine:
     devices_per_host: Count | None = None  # neighbours in the mesh's order; null: 8, of TPUs 4
     folder: str | None = None  # gets ledger.txt, ledger.json and ledger.html; from a sweep sweep.html
     total_tokens: float | None = None  # 1.0e12: for time and price; null: those of the run's steps
-    price: float | None = None  # of one device for an hour, in any currency
+    price: float | None = None  # price of one device for an hour, in any currency
 
     @property
     def per_host(self) -> int:

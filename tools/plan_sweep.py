@@ -25,7 +25,7 @@ from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
 
 COUNTED = 40  # so many ways get a ledger
-ROOM = 0.9  # of a device's memory: docs/it_does_not_fit.md says what the forecast does not know
+ROOM = 0.9  # usable share of a device's memory: docs/it_does_not_fit.md says what the forecast does not know
 
 HEADINGS = {"microbatches": "parts", "save_for_backward": "keeps"}  # of keys of training
 COLUMNS = {"memory": "GB", "overlapped": "s", "MFU": "percent", "alone": "s", "MFU alone": "percent", "bound by": ""}
@@ -35,7 +35,7 @@ NOTES = (
 )
 
 Mesh = dict[str, int]  # devices along each axis
-Keys = dict[str, Any]  # of training: microbatches, save_for_backward
+Keys = dict[str, Any]  # keys of training: microbatches, save_for_backward
 Order = tuple[bool, float]  # what fits first, the fastest first; of the others the smallest and fastest
 
 

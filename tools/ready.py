@@ -47,7 +47,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevices:
-    """Which model is used, and on which devices."""
+    """A model, and the devices that it runs on."""
 
     model: str  # a run, a checkpoint, or a published folder
     allow_program_change: bool = False  # says that a run's model is that of models/, although its program was changed
@@ -68,7 +68,7 @@ class Writing(Drawing):
     """How texts are written."""
 
     beams: Count = 1  # above 1: beam search in place of drawing
-    length_penalty: float = 1.0  # of beam search: a text's log probability is divided by its length to this power
+    length_penalty: float = 1.0  # in beam search a text's log probability is divided by its length to this power
     stop: tuple[NotEmpty, ...] = ()  # a text ends before any of these
     rows: Count = 8  # texts that are written at the same time
 

@@ -80,7 +80,7 @@ IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identi
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Drawing):
-    """What /v1/completions and /v1/chat/completions take: how to draw, and what follows."""
+    """A request to /v1/completions or /v1/chat/completions: how to draw, and the fields below."""
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -104,7 +104,7 @@ REQUEST = pydantic.TypeAdapter(Request)
 
 # == The server ========================================================================================================
 class Api:
-    """What the server answers, as an ASGI application."""
+    """The server as an ASGI application."""
 
     def __init__(self, ready: ReadyModel, engine: Engine, config: Serve):
         from starlette import applications, requests, responses
@@ -116,7 +116,7 @@ class Api:
         self.ready, self.engine, self.config = ready, engine, config
         self.requests, self.responses = requests, responses
         self.name = Path(config.model).resolve().name
-        self.most_bytes = 2**16 + 64 * config.length  # of a request: more is no prompt of that length
+        self.most_bytes = 2**16 + 64 * config.length  # a request's most: more is no prompt of that length
 
         cors: Any = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         self.routed = applications.Starlette(
@@ -172,7 +172,7 @@ class Api:
         except (ValueError, ChatError, RunError) as wrong:
             return self.error(400, str(wrong)[:500])
         except self.requests.ClientDisconnect:
-            return self.error(400, "the client left")  # which nobody reads
+            return self.error(400, "the client left")  # nobody reads this
         if not self.engine.submit(answers):
             is_over = self.engine.stopping or self.engine.has_ended
             status, said = (503, "the server stops") if is_over else (429, "too many wait")

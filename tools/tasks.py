@@ -37,10 +37,10 @@ class Scoring:
 
     delimiter: str = " "  # between a context and its choices
     chat: bool = False  # questions go through the model's chat template
-    tokens: Count = 256  # of an answer, at most, if a harness task does not say
+    tokens: Count = 256  # an answer's length, at most, if a harness task does not say
     stop: tuple[NotEmpty, ...] = ("\n",)  # an answer ends before any of these
     length: Count = 2048  # tokens that are read at once, at most: contexts lose their beginning, texts are divided
-    rows: Count = 8  # that are computed at the same time
+    rows: Count = 8  # batch size, in rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Scorer:
         before, whole = self.ready.encoded(kept), self.ready.encoded(context + continuation)
         if len(whole) <= len(before):
             raise RunError(f"{continuation[:40]!r} is no token of its own after its context: begin it with a space")
-        if self.kind == "both":  # which reads a text of its own
+        if self.kind == "both":  # the encoder reads the context as its own text
             return [*before, *self.ready.end], whole[len(before) :]
         first = self.ready.start if before or self.kind == "encoder" else (self.ready.require_tokenizer().bos_id,)
         return [*first, *before], whole[len(before) :]
@@ -232,7 +232,7 @@ KINDS: dict[str, tuple[type, Callable]] = {
     "question": (Question, score_questions),
     "text": (Document, score_documents),
 }
-METRICS: dict[Callable, tuple[str, ...]] = {  # of `summary`
+METRICS: dict[Callable, tuple[str, ...]] = {  # the metrics in `summary`
     score_choices: ("acc", "acc_norm", "acc_bytes"),
     score_questions: ("exact_match", *ROUGE),
     score_documents: ("bits_per_byte", "perplexity"),

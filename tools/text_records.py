@@ -52,14 +52,14 @@ class TokenizeText:
     # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
     # targets. segments: texts, each with a weight. pairs: a prompt that an encoder reads, and an answer
     format: Literal["text", "prompt", "chat", "segments", "pairs"] = "text"
-    # of a record (a line of jsonl, a row of parquet), where they are not text; in_text and out_text; messages; segments
+    # a record's fields (a line of jsonl, a row of parquet), if not text; in_text and out_text; messages; segments
     fields: tuple[str, ...] = ()
     end: str = ""  # is written after each text, answer or last segment, such as '</s>', and after what an encoder reads
     # The field `weight` of a record, message or segment counts in the loss. Without this key records have none, and a
     # message's or segment's is 0, for what is no target, or 1.
     weights: bool = False
     row_length: Steps = 0  # tokens of a row that holds whole documents, to be training.tokens.len; 0: no such rows
-    read_length: Steps = 0  # of pairs, tokens of a row that an encoder reads, to be training.tokens.read_len
+    read_length: Steps = 0  # for pairs: tokens of a row that an encoder reads, to be training.tokens.read_len
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"  # what happens to a document that is longer than a row
     # what stands between the documents of a text file, such as '\n' or '<|endoftext|>'. Without one they are cut by
     # size:
@@ -71,7 +71,7 @@ class TokenizeText:
     validation_fraction: Decay = 0.01
     # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
     on_bad_record: Literal["fail", "skip"] = "fail"
-    processes: Steps = 0  # that tokenize; 0: one for each core
+    processes: Steps = 0  # number that tokenize; 0: one for each core
     # For a run that reads along: write at most so many tokens beyond the last number on standard input, where each line
     # is one, and end when standard input ends. null: write to the end
     tokens_ahead: Steps | None = None
@@ -112,13 +112,13 @@ class TokenizeText:
 
     @property
     def separator_bytes(self) -> bytes:
-        return self.separator.replace("\\n", "\n").encode()  # as a command line gives a new line
+        return self.separator.replace("\\n", "\n").encode()  # a command line writes a new line so
 
 
 class Document(NamedTuple):
-    number: int  # of its line or row
-    texts: tuple[bytes, ...]  # in UTF-8, each tokenized on its own; of a chat, its messages as JSON
-    weights: tuple[float, ...] = (1.0,)  # of each text in the loss
+    number: int  # its line or row
+    texts: tuple[bytes, ...]  # in UTF-8, each tokenized on its own; for a chat, its messages as JSON
+    weights: tuple[float, ...] = (1.0,)  # each text's weight in the loss
     chat: tuple[np.ndarray, np.ndarray] | None = None  # its ids, and the weight of each
 
 
@@ -209,7 +209,7 @@ def drawn(document: Document, config: TokenizeText) -> bool:
     """Whether a document belongs to the validation split: by its own text alone, wherever it stands."""
     if not config.drawn_fraction:
         return False
-    text = bytes(8) + b"\0".join(document.texts)  # as all data sets so far are split
+    text = bytes(8) + b"\0".join(document.texts)  # eight zero bytes first: data sets so far are split so
     digest = hashlib.sha256(text).digest()  # processors have instructions for it
     return int.from_bytes(digest[:8], "little") < config.drawn_fraction * 2**64
 

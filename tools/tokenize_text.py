@@ -66,7 +66,7 @@ RECORD_S = 15.0  # seconds between two records of how far it is: what a killed r
 READ_RECORD_S = 0.5  # where another process reads up to the record
 SHOWN_BAD_RECORDS = 10
 TRAIN_BPE = "train_bpe"
-BPE_BYTES = 100_000_000  # of text that a tokenizer is trained on, taken evenly from all the input
+BPE_BYTES = 100_000_000  # bytes of text that a tokenizer is trained on, taken evenly from all the input
 
 
 # ---------------------------------------------------------------- from beginning to end

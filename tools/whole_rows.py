@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float32, Int64, UInt32
 
-PACKED_TOKENS = 2**22  # that are put into rows together, about; the last of them have no later sequence to fill up with
+PACKED_TOKENS = 2**22  # put into rows together, about; the last of them have no later sequence to fill up with
 OPEN_ROWS = 64  # the newest rows, in which there may be room
 
 

@@ -1,4 +1,4 @@
-"""What a trace under the check records: each operation of shardops and each annotation, as a *mark* with a rule.
+"""Marks in a trace under the check: each operation of shardops and each annotation is recorded as one, with a rule.
 
 `verify.py` makes the trace, `walk.py` goes through it; docs/notation.md says what is proved.
 """
@@ -112,7 +112,7 @@ def _inside(variable: contextvars.ContextVar, value):
 
 
 def during(check: Check):
-    """What is traced inside is traced for this check."""
+    """A context: code traced inside is traced for this check."""
     return _inside(_current, check)
 
 
@@ -122,12 +122,12 @@ def axes_of_each() -> frozenset[str]:
 
 
 def on_each(axis: str):
-    """What is traced inside runs on each device along an axis by itself."""
+    """A context: code traced inside runs on each device along an axis by itself."""
     return _inside(_axes_of_each, _axes_of_each.get() | {axis})
 
 
 def _by_itself(rule, axes, states):
-    """What a rule that does not know these axes says: of one device's own values, one device's own results."""
+    """Applies a rule that does not know these axes: it maps one device's values to that device's results."""
     gone = frozenset().union(*(state.without_dim & axes for state in states))
     inside = [replace(state, split=state.split - gone, without_dim=state.without_dim - gone) for state in states]
     return [replace(state, split=state.split | gone, without_dim=state.without_dim | gone) for state in rule(inside)]

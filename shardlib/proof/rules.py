@@ -1,9 +1,9 @@
-"""What JAX's own operations do, device by device, to values that are split or pending over mesh axes.
+"""The rules of JAX's own operations, device by device, for values that are split or pending over mesh axes.
 
-Of *pending* only what is linear keeps the meaning: `LINEAR` lists it. Of *split* only what treats each device's part by
-itself. Which dims of the result are split follows from their sizes (`parts.py`). `ALONG` says which dims of the
-operands an operation goes along or through: they must be whole. What is neither there nor in `ELEMENTWISE` is refused
-for split values: `shardops.local` gives it a type.
+A *pending* value keeps its meaning only through linear operations, listed in `LINEAR`; a *split* one only through those
+that treat each device's part by itself. The sizes of the result's dims say which are split (`parts.py`). `ALONG` lists
+the dims of the operands that an operation goes along or through: they must be whole. An operation that is neither there
+nor in `ELEMENTWISE` is refused for split values: `shardops.local` gives it a type.
 
 The names are those of jax 0.10 to 0.12.
 """
@@ -90,9 +90,9 @@ def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
 
 # -- What is linear, and in which operands -----------------------------------------------------------------------------
 def sums_stay_sums(before, after) -> bool:
-    """Whether the sum of terms that become of another type is still the sum: terms that are whole numbers may wrap
-    around where their sum does not, what is rounded to whole numbers is not added first, and a type without infinity or
-    NaN, as of 4 bits, holds its largest number where a term is larger."""
+    """Whether a sum may be taken after its terms are converted to another type. Not for whole numbers, which may wrap
+    around where their sum does not; not for rounding to whole numbers; and not for a type without infinity or NaN, such
+    as those of 4 bits, which clips terms to its largest number."""
     if jnp.issubdtype(after, jnp.inexact) and np.isfinite(np.array(np.inf).astype(after)):
         return False
     return before == after or (jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact))
@@ -188,7 +188,7 @@ _INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "scatter-mul": 1, "scat
 
 
 def _indices(equation: Equation) -> dict | None:
-    """What is known of the result as indices, where anything is. JAX makes those of `table[arange(B), i]` of an iota, a
+    """The facts known about the result as indices, or None. JAX makes those of `table[arange(B), i]` from an iota, a
     comparison with zero, the addition of the size, a broadcast, and a concatenation of the coordinates."""
     name, params, states = equation.name, equation.params, equation.states
     before, after = (equation.shapes or [()])[0], (equation.outs or [()])[0]
@@ -314,7 +314,7 @@ def _along(key: str):
 
 
 def _drawn(equation) -> Whole:
-    """Of a batch of keys only threefry uses all."""
+    """Only threefry uses all keys of a batch; the others draw with the first."""
     if str(equation.eqn.invars[0].aval.dtype) != "key<fry>":
         yield 0, range(len(equation.rows[0])), "draws with the first key alone along"
 
@@ -340,8 +340,8 @@ def _ragged_dot(equation) -> Whole:
 
 
 def _convolution(equation) -> Whole:
-    """Of the operand's dims only the rows of the batch may be split, of the kernel's only its output features; and the
-    features of both, where each goes through a kernel of its own."""
+    """Only the operand's batch rows and the kernel's output features may be split; in a depthwise convolution also the
+    features of both."""
     numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
     (rows, features, *_), (outputs, *_) = numbers.lhs_spec, numbers.rhs_spec
     is_depthwise = groups == equation.shapes[0][features]
@@ -500,8 +500,8 @@ ALONG = {
 
 # -- Dims of the result ------------------------------------------------------------------------------------------------
 def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
-    """What splits each dim of a result: what its size says, or, of one element a device, where it comes from. And the
-    axes whose dim of one element a device is gone."""
+    """The axes that split each dim of a result: its size says them, or, for a dim of one element a device, its origin.
+    And the axes whose dim of one element a device is gone."""
     sizes, dropped = equation.outs[out], frozenset()
     rows = [[()] * len(sizes)]
     for operand, row in enumerate(equation.rows):

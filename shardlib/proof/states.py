@@ -29,7 +29,7 @@ class State:
     # index; None for another one.
     positions: tuple[int | None, ...] = ()
     local_iota: bool = False  # counted by each device from 0: good for indexing alone
-    gradient_of: str = field(default="", compare=False)  # of which argument it was made, for messages
+    gradient_of: str = field(default="", compare=False)  # the argument whose gradient it is, for messages
 
     @classmethod
     def of(cls, spec: Spec) -> "State":
@@ -39,12 +39,12 @@ class State:
         return "pending" if axis in self.pending else "split" if axis in self.split else "the same"
 
     def along(self, axes: Axes) -> str:
-        """What is said of one of its dims in a message."""
+        """How a message describes one of its dims."""
         made = axes and not self.split >= frozenset(axes)
         return "made to the size of a device's part" if made else f"split over {'/'.join(axes)}" if axes else "whole"
 
     def with_dims(self, dims: Dims) -> "State":
-        """The same along each axis, with other dims."""
+        """This state with other dims: split, pending or the same along the same axes."""
         known = dict(sized=self.sized, local_iota=self.local_iota, gradient_of=self.gradient_of)
         return State(dims, self.split, self.pending, self.without_dim, **known)
 
@@ -121,7 +121,7 @@ def agree(what: str, rows: Sequence[Dims]) -> Dims:
 
 
 def join(*states: State) -> State:
-    """What holds on every path of a loop or a branch: split if split on one; pending must be so on all."""
+    """The state that holds on every path of a loop or a branch: split if split on one; pending must be so on all."""
     pending = next((state.pending for state in states if not state.zero), frozenset())
     for state in states:
         if state.pending != pending and not state.zero:

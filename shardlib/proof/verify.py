@@ -34,7 +34,7 @@ _OUTSIDE = (
     "string, the number as shardops.axis_size('{0}')"
 )
 _LEAKED = "a value is used outside of the differentiated function that made it\n  fix: return it too, with has_aux=True"
-# What an error of JAX's means here.
+# Errors of JAX, and their meaning here.
 _MEANT = (
     ("unexpected tracer", _LEAKED),  # jax 0.11 and later; before, it is among the constants
     (
@@ -96,7 +96,7 @@ def trace_as_it_runs(function, axes: dict[str, int], arguments: list, in_specs: 
 
 
 def _on_a_device(arguments, in_specs, axes, size) -> list:
-    """What one device holds; of a dim that is named like an axis one element, or all."""
+    """The arguments' shapes on one device; a dim that is named like an axis has one element, or all."""
     leaves, tree = jax.tree.flatten(arguments)
 
     def part(leaf, spec):

@@ -371,8 +371,8 @@ def require_unordered(eqn):
 
 
 def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
-    """Of a function with rules for its gradients: the operands that are no literals; those that have a gradient, which
-    what it closes over has not; the results that have a cotangent."""
+    """For a function with rules for its gradients: the operands that are no literals; those that have a gradient, which
+    closed-over values do not; the results that have a cotangent."""
     operands = [index for index, atom in enumerate(eqn.invars) if not is_literal(atom)]
     proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
     trained = [index for index in proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
