@@ -44,7 +44,7 @@ def fenced(lines):
 
 
 def table(old, row):
-    """The table again, each row made anew from the cells that are there; the first two lines stay."""
+    """Rebuilds a table: `row` makes each row from its present cells; the first two lines stay."""
     head, rule, *rows = old.strip().splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return "\n".join([head, rule, *("| " + " | ".join(row(*row_cells)) + " |" for row_cells in cells)]) + "\n"

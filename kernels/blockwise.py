@@ -40,8 +40,8 @@ def forward(
     A query without keys gets a log-sum-exp of about -1e30; ignore its o.
 
     Args:
-      places: of whole rows their segments. Of one device's part of rows that are `dealt`, with the keys of all parts or
-        of one: positions of queries and of keys, and their segments.
+      places: for whole rows their segments. For one device's part of rows in zigzag order (`dealt`), with the keys of
+        all parts or of one: positions of queries and of keys, and their segments.
       window: positions that a query sees, its own included: an int or a scalar array. It masks; blocks that it hides
         are computed all the same.
       cap: logits are cap · tanh(logits / cap).
@@ -141,7 +141,7 @@ class Blocks:
     segment: Any  # 'rows B block'; padding is a segment of its own, -1
     key_segment: Any  # 'columns B block'
     window: Any
-    diagonal: bool  # the pairs of a block with itself are computed first, all at once, and `pairs` has the others
+    diagonal: bool  # pairs of a block with itself are computed first, all at once; `pairs` lists the others
 
     def allowed(self, row, column, groups: int):
         """bool 'B 1 R S' of a pair of blocks (diagonal: a dim in front): same segment, not later, within the window."""

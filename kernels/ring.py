@@ -1,4 +1,4 @@
-"""The ring of blocks that attention to a split sequence goes through, an operation of the notation like `shardops`'."""
+"""Ring attention to a split sequence: an operation of the notation like those of `shardops`."""
 
 import jax
 import jax.numpy as jnp

@@ -40,8 +40,8 @@ def attention(
         attn_logits_soft_cap=cap,
         interpret=interpret,
     )
-    # Half of the pairs of positions are masked; what a window leaves out besides is counted. The backward pass has the
-    # logits again in each of its two kernels.
+    # Half of the pairs of positions are masked; pairs that only a window masks count too. Each of the two
+    # kernels of the backward pass recomputes the logits.
     product = q.size * length  # 2 · B L (K Q) D · L / 2
     fwd, dq, dkv = (2 * product, 2 * product), (3 * product, product), (4 * product, 3 * product)
     kind = "segmented_no_residuals"

@@ -34,7 +34,7 @@ from shardlib.spec import Spec
 
 # Matrices that lead back to the residual: products with them sum over all dims but M (and E).
 INWARD = ("w_o", "w_down", "cross_o", "expert_down")
-PREFIX = "base_model.model."  # PEFT's names begin with it
+PREFIX = "base_model.model."  # all names in PEFT's files begin with it
 # Fields of adapter_config.json that do not change the result. Any other field that is set is refused.
 WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core",
@@ -287,7 +287,7 @@ def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: lis
 
 
 def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Callable[[Place, str], Factor]:
-    """A function that returns a or b of all layers of a place, from a folder that PEFT wrote.
+    """Opens a folder that PEFT wrote; returns a function that reads a or b of all layers of a place.
 
     Raises:
       RunError: the adapters have another rank or scale, belong to other matrices, or are of a kind not computed here.

@@ -36,7 +36,7 @@ KIND = 'encoder'
 @dataclass(frozen=True, kw_only=True)
 class Model(Sizes):
     positions: Count  # P, rows of the table of positions; no row of tokens may be longer
-    kinds: Count = 2  # N, of tokens: those of a first text, and of a second
+    kinds: Count = 2  # N, kinds of tokens: those of a first text, and those of a second
     norm_eps: Positive = 1e-12  # added to the variance in layer norms
 
 

@@ -226,7 +226,7 @@ def attention_where(
     )
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     logits = logits if bias is None else logits + bias[None, None]
-    # Not by jnp.where, which broadcasts only where a device holds several rows or heads: another program, to the check.
+    # jnp.where would broadcast only where a device holds several rows or heads: to the check, two different programs.
     logits = jnp.where(lax.broadcast_in_dim(allowed, logits.shape, (0, 3, 4)), logits, -1e30)
     largest = shardops.pmax(f'B/b Q {K} {L} S -> B/b Q {K} {L}', lax.stop_gradient(logits))
     e = jnp.exp(logits - largest[..., None])

@@ -202,8 +202,8 @@ def noise(key, number, ids):
 
 @typed
 def bound(logits: f32['B/b V/t'], weight: f32['B/b V/t'], enough: f32['B/b']) -> f32['B/b']:
-    """The largest number such that the logits at or above it weigh enough, within 100 of the largest, by bisection: 32
-    sums over t, 4 bytes a row each."""
+    """The largest threshold for which the logits at or above it weigh `enough`, down to 100 below the largest logit, by
+    bisection: 32 sums over t, 4 bytes a row each."""
     largest = shardops.pmax('B/b V/t -> B/b', logits)
 
     def halve(bounds: tuple[f32['B/b'], f32['B/b']], _) -> tuple[tuple[f32['B/b'], f32['B/b']], None]:
@@ -812,7 +812,7 @@ class Beams:
 
     def __init__(self, beams: int, tokens: int, length_penalty: float, ends: np.ndarray):
         self.beams, self.most, self.length_penalty, self.ends = beams, tokens, length_penalty, ends
-        # At first all beams are the same text: only the first one goes on.
+        # At first all beams hold the same text, so only the first one may continue.
         self.running: Sequence[Drawn] = [Drawn([], [])] + [Drawn([], [-1e9])] * (beams - 1)
         self.finished: list[tuple[float, Drawn]] = []
         self.is_over = False

@@ -158,10 +158,10 @@ def blocks(expert, count, E):
 
 
 def products(x, w, owner, dims):
-    """Part by part: blocks of rows, each with its expert's matrix. dims: of x, of a matrix a block, and the result."""
+    """Multiplies part by part: each block of rows by its expert's matrix. dims: an einsum with a matrix a block."""
 
     def product(x, w, dims):
-        # Gathered in float32, in which the gradients of an expert's blocks are then added.
+        # The matrices are taken in float32, so that the gradients of an expert's blocks are added in float32.
         return jnp.einsum(dims, x, w.astype(jnp.float32)[owner].astype(x.dtype))
 
     if isinstance(w, Adapted):

@@ -50,7 +50,7 @@ class Model(DecoderSizes):
     qk_norm: Literal['none', 'head'] = 'none'  # head: norms of q and k, each head by itself (Gemma 3)
     attention_cap: Positive | None = None  # attention's logits are cap · tanh(logits / cap) (Gemma 2)
     logits_cap: Positive | None = None  # soft cap of the tokens' logits (Gemma 2)
-    window: Count | None = None  # positions that a query sees, its own included (Gemma 2 and 3)
+    window: Count | None = None  # number of positions that a query sees, its own included (Gemma 2 and 3)
     global_every: Count = 1  # with a window, every so many-th layer sees all
 
 

@@ -227,7 +227,7 @@ def family_of(name: str, where: str) -> ModuleType:
 
 
 def as_family(keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family of a model of train.py, or of earlier trainers, and its keys but for those of how it is computed."""
+    """The family of a model of train.py or of an earlier trainer, and its keys, but for how it is computed."""
     model = {key: value for key, value in keys.items() if key not in ("context", "fp8")}
     if model.get("experts"):
         # The weight of a single expert is its probability.

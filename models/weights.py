@@ -172,7 +172,7 @@ def tree_type(name: str, doc: str, types: dict[str, Any], optional: set[str]) ->
 
 
 class Table:
-    """A family's weights. `types` and `functions` have what models/layers.py says that a family has."""
+    """A family's weights. `types` and `functions` are the types and functions of a family (models/layers.py)."""
 
     def __init__(self, table: dict[str, Any], sizes: dict[str, Any] = {}, counts: dict[str, str] = {}):  # noqa: B006
         """
@@ -306,7 +306,7 @@ class Table:
 
 
 def q_scale(model: Any) -> float:
-    """Attention's logits have variance 1 at first, whether their factor is in w_q or the model's."""
+    """The scale of w_q's first values. Attention's logits get variance 1, wherever their factor is applied."""
     return model.d_head**-0.5 / model.logits_scale
 
 

@@ -70,7 +70,7 @@ def parse_yaml(text: str) -> Any:
     try:
         if len(text) > LARGEST_YAML:
             raise yaml.YAMLError(f"it has {len(text):,} characters, expected at most {LARGEST_YAML:,}")
-        if multiply(re.findall(r"[\s\[{,:?-]\*([\w-]+)", text)):  # or what looks like an alias
+        if multiply(re.findall(r"[\s\[{,:?-]\*([\w-]+)", text)):  # also matches text that only looks like an alias
             raise yaml.YAMLError(f"its aliases may repeat a value more than {MOST_REPEATED:,} times")
         return yaml.safe_load(text)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # a wrong tag, or depth

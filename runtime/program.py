@@ -110,7 +110,7 @@ def load(name: str) -> Trainer:
 
 
 def resolved(config: Any, trainer: Any) -> Any:
-    """The config in the form that a trainer's shapes and steps take."""
+    """The config in the form that a trainer's shape and step functions take."""
     return getattr(trainer, "resolved", lambda config: config)(config)
 
 

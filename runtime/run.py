@@ -162,7 +162,7 @@ class Run:
         with contextlib.ExitStack() as opened:
             # The configuration, and checkpoints, pages and trackers, which repeat it, may hold a secret.
             opened.callback(os.umask, os.umask(0o077))
-            # First, so that it ends last: no checkpoint waits for a tracker.
+            # Followers start first and so end last: no checkpoint waits for a tracker.
             model, released = program.model_of({"program": self._program}) or {}, program.released("train", None)
             is_known = "family" in self._about or model == released
             followers = Followers(self._config, self.folder, is_leader=self._is_leader, is_known=is_known)

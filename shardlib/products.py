@@ -74,11 +74,11 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts,
     stay in front in a and in b. The layer that calls this is the same with adapters and without.
 
-    Of `Quantized` the product with its 8-bit values in x's type, times the factor of each column, in
-    float32. Of `Float8` a product of 8-bit numbers, summed in float32, with a scale for each of x's rows that the
-    result has; its gradient's products are in x's type.
+    With `Quantized` it multiplies by the 8-bit values in x's type, then by the factor of each column in float32. With
+    `Float8` it multiplies 8-bit numbers and sums in float32, with a scale for each of x's rows that the result has; its
+    gradient's products are in x's type.
 
-    Sends: nothing; of `Float8`, and x whose contracted dims are split, the largest of each row, all-reduced."""
+    Sends: nothing, except for `Float8` if x's contracted dims are split: an all-reduce of the largest of each row."""
     if isinstance(w, Float8):
         return _product_of_float8(spec, x, w, **jnp_kwargs)
     if isinstance(w, Quantized):

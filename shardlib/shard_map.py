@@ -14,7 +14,7 @@ from shardlib.typed import refuse_unread, typed
 
 
 class typed_shard_map:
-    """Maps a function over the mesh as its annotations say, after checking that what they say is so.
+    """Maps a function over the mesh as its annotations say, after proving them.
 
         @typed_shard_map
         def step(weights: Weights, batch: f32['B/d L']) -> tuple[Weights, f32['']]: ...

@@ -518,7 +518,7 @@ def _largest(recipe, axes, largest):
 @operation
 def argmax(recipe, axes):
     """The index, in the whole array, of the largest along the one dim that the result lacks, over all devices: split ->
-    same. Of equal ones the first; NaN counts as infinity. No gradient.
+    same. The first of equal ones; NaN counts as infinity. No gradient.
 
         argmax('B/d L V/t -> B/d L', logits)
 

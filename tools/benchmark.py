@@ -112,8 +112,8 @@ def measure(benchmark: Benchmark, job: str) -> Line | None:
             jax.config.update("jax_platforms", "cpu")
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(benchmark, job, folder)
-            # An empty folder of programs, else compile_s would be that of reading a file. None would not do: in it XLA
-            # also keeps which kernel is fastest for a product (on an H200 12 s to compile, and 45 without).
+            # An empty folder of programs: with kept ones compile_s would time reading a file. XLA also keeps there
+            # which kernel is fastest for a product (on an H200 12 s to compile, 45 without a folder).
             jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
             prepare_devices(config)
             config = on_devices(config, len(find_devices()), jax.default_backend())

@@ -118,7 +118,7 @@ def bring_in(source: Source, to: Path, pool: ThreadPoolExecutor) -> None:
 
 
 def copy_tokenizer(folder: Path, to: Path, begins: bool = False) -> None:
-    """The tokenizer's own files where they are; else those that a GGUF file or a run's record of it make.
+    """Copies the tokenizer's files, or writes them from a GGUF file or from a run's record of the tokenizer.
 
     Args:
       begins: a record's tokenizer puts bos_id before each text, as the run's sequences have it.

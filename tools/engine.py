@@ -99,7 +99,7 @@ class Engine(threading.Thread):
                     self.idle()
             except Exception as error:  # whatever it is: those who ask later must not suffer from it
                 self._fail([row for row, answer in enumerate(self.answers) if answer], error)
-                self.slots = None  # whose memory the next takes
+                self.slots = None  # frees the memory for the next ones
             self.slots = self.slots or self.new_slots()
 
     def _next(self) -> dict[int, Answer] | None:
@@ -123,7 +123,7 @@ class Engine(threading.Thread):
         try:
             if new:
                 self.slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
-        except Exception as error:  # as above; each of several has its chance
+        except Exception as error:  # any, as above; if several were admitted, each is tried alone
             self.slots.drop(new)
             if len(new) == 1:
                 return self._fail(list(new), error)
@@ -179,7 +179,7 @@ class SharedSlots:
         return self.calls.lead("advance")
 
     def idle(self) -> None:
-        """The others start to wait anew."""
+        """Keeps the other processes from timing out while there is nothing to do."""
         self.calls.lead("idle")
 
     @property
@@ -187,7 +187,7 @@ class SharedSlots:
         return self.slots.left
 
     def _make(self) -> None:
-        self.slots = None  # whose memory the next ones take
+        self.slots = None  # frees the memory for the next ones
         self.slots = self.make()
 
     def _admit(self, rows: Sequence[tuple[int, list[int], dict]]) -> None:

@@ -76,7 +76,7 @@ class Writing(Drawing):
 # == From a folder to a generator ======================================================================================
 @dataclass(frozen=True)
 class ReadyModel:
-    """A model that is ready, with its tokenizer."""
+    """A model that is ready for prompts, with its tokenizer."""
 
     generator: Any  # a Generator; a Reader of an encoder, which writes nothing
     source: Source

@@ -89,7 +89,7 @@ class Request(Drawing):
     # null: 256, or what the prompt leaves of the server's length
     tokens: Annotated[Count | None, _MAX_TOKENS] = None  # type: ignore[assignment]
     temperature: NotNegative = 1.0
-    # null: another for each request; the second of n answers has the next one
+    # null: a new seed for each request; the second of n answers has the next one
     seed: Seed | None = None  # type: ignore[assignment]
     n: Count = 1  # answers for each prompt
     stop: Stop | Annotated[list[Stop], MaxLen(16)] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Api:
         return await self.whole(request, reply)
 
     async def asked(self, request: Any) -> Request:
-        """Raises ValueError with what is wrong."""
+        """Reads and checks a request's body. Raises ValueError with what is wrong."""
         body = bytearray()
         async for piece in request.stream():
             body += piece[: self.most_bytes + 1 - len(body)]

@@ -251,7 +251,7 @@ def read_documents(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> 
 
 
 def document_of(number: int, record: dict, tokenizer: Tokenizer, config: TokenizeText) -> Document:
-    """A record's document. Raises BadRecord, ChatError or UnicodeEncodeError where it has none."""
+    """Makes a document of a record. Raises BadRecord, ChatError or UnicodeEncodeError if it holds none."""
     of_record, chat = weight_of(record, "weight") if config.weights else 1.0, None
     texts: tuple[str, ...]
     if config.format == "chat":

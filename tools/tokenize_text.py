@@ -62,7 +62,7 @@ from tools.text_records import (
 )
 from tools.whole_rows import PACKED_TOKENS, Sequences, in_rows, joined
 
-RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
+RECORD_S = 15.0  # seconds between records of the progress: a killed run repeats at most as much
 READ_RECORD_S = 0.5  # where another process reads up to the record
 SHOWN_BAD_RECORDS = 10
 TRAIN_BPE = "train_bpe"

@@ -11,7 +11,7 @@ OPEN_ROWS = 64  # the newest rows, in which there may be room
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    ids: UInt32[np.ndarray, "tokens"]  # all sequences one after another
+    ids: UInt32[np.ndarray, "tokens"]  # all sequences, one after another
     lengths: Int64[np.ndarray, "sequences"]  # a pair has two: what is read, and what is written
     weight: Bool[np.ndarray, "tokens"] | Float32[np.ndarray, "tokens"] | None  # in the loss; None: all are targets
 

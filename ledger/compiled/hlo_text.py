@@ -99,7 +99,7 @@ def parse(text: str) -> Module:
         raise ValueError("HLO text without an ENTRY computation")
     for computation in computations.values():
         for done in [candidate for candidate in computation.instructions.values() if candidate.is_done]:
-            start = computation.instructions[done.operands[0]]  # its own shape holds operands and contexts too
+            start = computation.instructions[done.operands[0]]  # the start's own shape holds operands and contexts too
             computation.instructions[start.name] = replace(start, shape=done.shape)
     name = re.match(r"HloModule ([\w.\-]+)", text)
     return Module(name[1] if name else entry, computations, entry, _parse_frames(tables))

@@ -28,9 +28,9 @@ KINDS = {
     "ppermute": "collective-permute",
 }
 SEND_NOTHING = {"axis_index", "pvary"}
-# Names of scopes. Of the products in `jax.named_scope('causal')` the model needs half, since they are masked to the
-# positions before; in 'needed=3:4' three quarters. In 'flops:NAME=5:4' each run of the kernel NAME computes 5 FLOPs, of
-# which the model needs 4. Of the turns of a loop in which 'busy=8:11' stands, the model needs 8 of 11.
+# Names of scopes. 'causal': the model needs half of the products, since they are masked to the positions before;
+# 'needed=3:4': it needs three quarters. 'flops:NAME=5:4': each run of the kernel NAME computes 5 FLOPs, and the model
+# needs 4 of them. 'busy=8:11' on a loop: 8 of its 11 turns do useful work.
 _NEEDED = re.compile(r"(?<![\w.])(?:causal|needed=(\d+):(\d+))(?![\w.])")
 _KERNEL = re.compile(r"flops:([^\s=]+)=(\d+):(\d+)")
 _BUSY = re.compile(r"(?<![\w.])busy=(\d+):(\d+)")
@@ -132,7 +132,7 @@ class Costs:
         add_sites(self.sites, other.sites, times)
 
     def flops(self, *phases: str) -> int:
-        """The FLOPs of all products that run in these phases; without phases, in any."""
+        """The FLOPs of all products in these phases; without phases, in all."""
         return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
 
     def host_bytes(self, to_host: bool) -> int:
@@ -144,14 +144,14 @@ class Costs:
         return sum(row.flops * times for row, times in rows if row.dtype.startswith("float8"))
 
     def model_flops(self) -> float:
-        """FLOPs of products, forward and backward, nothing recomputed; of masked ones the part that the model needs."""
+        """FLOPs of products, forward and backward, without recomputation; of masked ones only the needed part."""
         rows = [(row, times) for row, times in self.products.items() if row.phase in ("forward", "backward")]
         return sum(row.flops * times * row.needed for row, times in rows)
 
 
 # -- Products, collectives, loops --------------------------------------------------------------------------------------
 def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
-    """Counts a step. Of branches that differ, the one with the most FLOPs counts.
+    """Counts a step. If branches differ, the one with the most FLOPs counts.
 
     Args:
       block: the step, `read(jaxpr)`.

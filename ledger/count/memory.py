@@ -21,7 +21,7 @@ A model of what XLA does, kept simple:
 
 By the same model it counts what is moved to and from memory: what takes memory is written once, and read once by each
 operation that needs it there; results of a step, or of a turn of a loop, are computed together and read what they share
-once. Of a gather, a slice and a scatter only the rows that it touches count. Nothing stays in a cache.
+once. A gather, a slice or a scatter counts only the rows that it touches. Nothing stays in a cache.
 """
 
 import collections

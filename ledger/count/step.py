@@ -110,9 +110,9 @@ def of_step(
     """The ledger of a traced step, in less than a second for a transformer.
 
     Args:
-      traced: `jax.jit(typed_shard_map(step), ...).trace(...)`, under a mesh that may be abstract. Of its arguments
-        those in a field named `weights` are weights, in a field `frozen` of it frozen ones; the others of the same
-        argument are optimizer state, and the rest counts as the batch.
+      traced: `jax.jit(typed_shard_map(step), ...).trace(...)`, under a mesh that may be abstract. Arrays in a field
+        named `weights` are weights, those in its field `frozen` frozen ones; the rest of that argument is optimizer
+        state, and other arguments are the batch.
       mesh_axes: name and size of each mesh axis, in the mesh's order.
       source: the program's file. It is annotated, and so is each other file that has a line which costs anything.
       tokens: of a step, over all devices.

@@ -37,7 +37,7 @@ def environment(name: str) -> dict[str, str]:
         raise CannotCompile(f"for {name} nothing can be compiled; there are {', '.join(NAMES)}")
     if "tpu" in NAMES[name].xla:
         wanted, variables = ["libtpu"], {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        # libtpu asks who is in its slice; one that answers itself asks nobody.
+        # libtpu asks for the hosts of its slice; told "localhost", it asks nobody.
         variables |= {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
     else:
         wanted, variables = ["jax_cuda13_plugin", "jax_plugins.xla_cuda13"], {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

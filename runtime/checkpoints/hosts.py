@@ -37,7 +37,7 @@ class Hosts:
             self._run = int(multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32))))
 
     def agree(self, fault: str | None, value: Any) -> tuple[str | None, list[Any]]:
-        """The faults of all hosts in one text, or None, and the values (JSON) of all hosts."""
+        """Exchanges faults and values (JSON): returns all hosts' faults in one text, or None, and all hosts' values."""
         if self.count == 1:
             return fault, [value]
         self._say(str(self.index), [fault and f"host {self.index}: {fault}", value])

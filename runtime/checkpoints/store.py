@@ -173,7 +173,7 @@ class RemoteStore:
         self.remove(name)
 
     def flush(self, name: str) -> None:
-        """An object that was written is there to stay."""
+        """Does nothing: an object store makes each object durable as it is written."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

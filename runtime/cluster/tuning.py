@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
 
 # XLA:CPU's order for concurrency lets a collective overtake those of a loop that it does not depend on, but not on all
 # devices: a pipeline of two stages with c=2 and d=2 stood still within 50 steps, and not in 1,750 without it (jax
-# 0.10.2, 2026-11-27). Of the programs looked at, only pipelines have such loops.
+# 0.10.2, 2026-11-27). Among the programs we looked at, only pipelines have such loops.
 STAGES_ON_CPUS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 
 

@@ -148,7 +148,7 @@ class RunConfig:
     # The run ends after so many validations in a row that are not better than the best, whose checkpoint is kept. null:
     # it does not.
     patience: Count | None = None
-    log_interval: Count = 10  # steps from one logged line to the next: numbers are read from the device only then
+    log_interval: Count = 10  # steps between logged lines: only then are numbers read from the device
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
     allow_config_change: bool = False  # resume although program, model, data or seed differ from the checkpoint's
     io: IO = field(default_factory=IO)

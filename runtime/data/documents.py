@@ -102,7 +102,7 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
     Raises RunError: a package or the data set is missing."""
     with needs_package("hf_dataset.path", "datasets"):
         import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, besides, what it raises
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # otherwise it also logs what it raises
     where = os.path.expanduser(path)
     if where.startswith((".", "/")) and not os.path.isdir(where):
         raise RunError(f"hf_dataset.path: there is no folder {where}: {EXPECTED}")
@@ -199,7 +199,7 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
 
 
 def _read_rows(file: File, row: int) -> Iterator[tuple]:
-    """Reads the rows before it once more, and passes over them."""
+    """Yields blocks of rows from number `row` on. It reads the rows before that again and discards them."""
     with needs_package(file.name, "datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -31,7 +31,7 @@ RESIDENT_BYTES = 64 * 2**20
 # How much each token counts in the loss: a split has one of these arrays, or none, if all are targets.
 TARGETS = {"is_target": np.bool_, "weight": np.float32}
 WEIGHT = "a finite number, 0 or more"
-ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: padding is a segment of its own, so no token sees it
+ENCODED_PADDING = np.uint32(1)  # id 0, starting a sequence: padding is its own segment, so no token sees it
 
 AGAIN = "the data set is damaged or only partly written, write or copy it again"
 

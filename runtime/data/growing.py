@@ -30,7 +30,7 @@ from runtime.data.tokenizers import Tokenizer
 from runtime.terminal import RunError, print_line, wrapped
 
 POLL_S = 0.1  # from one look at the data set to the next, while waiting
-LONGEST_WAIT_S = 20.0  # for the process to record how far it is, at the end of the run
+LONGEST_WAIT_S = 20.0  # at the end of a run, for the tokenizing process to record its progress
 
 
 class GrowingSplit(Split):

@@ -26,7 +26,7 @@ COLLECTIVES = frozenset(
 PRODUCTS = frozenset({"dot", "convolution"})  # a TPU's matrix products are convolutions
 COLORS = {"collective": "#f4a582", "matrix product": "#92c5de", "custom call": "#c2a5cf"}
 FRAMES = frozenset({"while", "conditional", "call"})
-Value = tuple[Computation, str, int | None]  # an instruction by its name; of a tuple, one item or all
+Value = tuple[Computation, str, int | None]  # an instruction by its name; for a tuple, one item or all
 LIMIT_S = 120.0  # for the drawing
 
 

@@ -126,9 +126,9 @@ NUMBER = (
 
 @contextlib.contextmanager
 def guarded(parts: Parts):
-    """Inside, nobody gets an answer that would not be the same on every mesh: a program is refused where it asks, also
-    where it catches that, and JAX, einops and other packages are told that it is not known. To these, sizes differ
-    until it is proved that they are the same."""
+    """Inside, no question about sizes gets an answer that would differ between meshes. A program that asks one is
+    refused, even if it catches the error; JAX, einops and other packages are told that the answer is unknown. To them,
+    sizes differ until they are proved equal."""
     others = "__mul__", "__floordiv__", "min", "max", "rmin", "rmax"
     before = {name: getattr(_Size, name, None) for name in (*_QUESTIONS, *others)}
     for name in _QUESTIONS:

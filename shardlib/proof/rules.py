@@ -220,8 +220,8 @@ def _indices(equation: Equation) -> dict | None:
 
 
 def _read_by_row(equation, dimensions: Iterable[int], batching: dict[int, int]) -> dict[int, int]:
-    """Operand dims that are read or written element by element, with the dim of the indices that says which: the
-    batching ones, and those indexed by their own positions, as in `cache.at[arange(B), i]`."""
+    """Maps each operand dim that is read or written element by element to the dim of the indices that selects the
+    element: batching dims, and those indexed by their own positions, as in `cache.at[arange(B), i]`."""
     (table, indices), state = equation.shapes[:2], equation.states[1]
     by_row, positions = dict(batching), state.positions
     for place, axis in zip(positions or (None,), dimensions):
@@ -257,8 +257,8 @@ Whole = Iterator[tuple[int, Iterable[int], str]]  # operand, dims, what the oper
 
 
 def _require_whole(equation: Equation) -> frozenset[str]:
-    """Raises `ShardingError` where a device would take its part of a split dim for all of it. Returns the axes over
-    which the result is a sum, in a backward rule."""
+    """Raises `ShardingError` if a device would take its part of a split dim for the whole. Returns the axes over which
+    the result is a sum, in a backward rule."""
     name, sums = equation.name, set()
     is_local = name in ELEMENTWISE or name in _KEPT or name.startswith(("random_", "rng_"))
     rule = ALONG.get(name, (lambda equation: ()) if is_local else _not_known)
@@ -283,7 +283,7 @@ def _not_known(equation) -> Whole:
 
 
 def _kept(equation) -> Whole:
-    """A dim of an operand that is split is a dim of each result, of the same size."""
+    """Yields dims of operands that a result lacks or has with another length: only split ones are refused."""
     for operand, shape in enumerate(equation.shapes):
         for dim, size in enumerate(shape):
             for out in equation.outs:

@@ -13,9 +13,9 @@ Dims = tuple[Axes, ...]
 
 @dataclass(frozen=True)
 class State:
-    """How a value lies: what splits each dim, and all axes that it is split or pending over.
+    """The layout of a value: the axes that split each dim, and all axes that it is split or pending over.
 
-    A dim that is split over an axis along which the value is the same was made to the size of a device's part:
+    If an axis splits a dim although the value is the same along it, the dim has the size of a device's part:
     jnp.ones(x.shape). Its elements fit those of x, and must not be counted.
     """
 
