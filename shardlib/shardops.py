@@ -474,7 +474,7 @@ def pmax(recipe, axes):
         pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
 
     NaN: XLA's all-reduce may lose one (seen on the CPU, jaxlib 0.10.2); any('... -> ', jnp.isnan(x)) finds it.
-    Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes.
+    Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes; nothing if the dims that it lacks are whole.
     """
     largest = _largest(recipe, axes, jnp.max)
 

@@ -7,7 +7,7 @@
     python -m tools.plan program=generate model=weights/llama hardware=h200 mesh.t=8 rows=64                # decoding
 
 It plans any config of training on any mesh, or a model that decodes. Nothing runs, no tensor is read, and without
-`compile` nothing is compiled. Expect an answer in two seconds of processor time, from a sweep in half a minute.
+`compile` nothing is compiled. Expect an answer within seconds; docs/settings.md says how long a sweep takes.
 `compile` takes minutes and requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between
 what is written and what is sent, and what runs while each collective is under way.
 """

@@ -9,7 +9,7 @@ This process reads blocks of text in order, others turn them into ids, and this 
 Every few seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from
 there, and ends with the same bytes: what is written is a function of the text alone.
 
-Expect, for each core, a byte-level BPE to take 1 to 3 MB of text a second, and bytes_utf8 about 100 MB.
+docs/data.md says how much text a core takes in a second.
 """
 
 import contextlib
