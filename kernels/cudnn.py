@@ -22,7 +22,7 @@ Segment = Int32[jax.Array, "B L"]
 
 _NAME = "__cudnn$fmhaScaleBiasSoftmax"  # the foreign function's name
 
-# Which dims of q, k, v ('B L H D'), of the probabilities ('B H L L') and of their gradients the products contract and
+# The dims of q, k, v ('B L H D'), the probabilities ('B H L L') and their gradients that the products contract and
 # share: (left's, right's, left's shared, right's shared).
 _FORWARD = {"bmm1": (3, 3, (0, 2), (0, 2)), "bmm2": (3, 1, (0, 1), (0, 2))}
 _BACKWARD = {

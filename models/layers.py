@@ -274,7 +274,7 @@ class Options:
     """The defaults are those of a forward pass alone, FORWARD."""
 
     reduce_dtype: str = 'float32'  # type in which gradients are sent: training.gradient_reduce_dtype
-    # What a layer keeps for the backward pass (training.save_for_backward): 'everything' on `save_for_backward` lines,
+    # A layer keeps for the backward pass (training.save_for_backward): 'everything' on `save_for_backward` lines,
     # on the device; those values 'on_host', copied there and back; or only its 'inputs'.
     kept: str = 'everything'
     unroll: bool = False

@@ -119,7 +119,7 @@ class Loader:
     steps: int | None  # in all epochs; None: there is no end
     rows: int  # in an epoch, of all sources together
     dropped_tokens: int  # in an epoch: at the ends of splits, too few for a row
-    memory_bytes: int  # of the host's memory, at most
+    memory_bytes: int  # most memory of the host that it takes
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from runtime.tracking.trackers import TRACKERS, Tracked
 
 POLL_S = 1.0  # from one look at metrics.jsonl to the next
 INTERVAL_S = 60.0  # from one report to the next, at least
-LARGEST_SHARE = 0.01  # of the time goes to reports: a long run's takes longer, and comes less often
+LARGEST_SHARE = 0.01  # share of the time for reports: a long run's takes longer, and comes less often
 USAGE = "python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one of "
 
 IsOver = Callable[[float], bool]  # waits so many seconds, less when it becomes true
