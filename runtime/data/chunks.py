@@ -119,7 +119,9 @@ def has_checksums(array: Any) -> bool:
     return bool(array.compressors) and isinstance(array.compressors[-1], zarr.codecs.Crc32cCodec)
 
 
-def read(array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int, what: str) -> np.ndarray:
+def read(
+    array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int, what: str
+) -> Shaped[np.ndarray, "part"]:
     """array[start:stop]; `what` names it in messages. Raises RunError: a chunk cannot be read."""
     try:
         return np.asarray(array[start:stop])

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import zarr
 import zarr.errors
-from jaxtyping import Bool, Float32, Int64, UInt32, UInt64
+from jaxtyping import Bool, Float32, Int64, Shaped, UInt32, UInt64
 
 from runtime.data.chunks import check_chunks, open_checked, read, read_errors, read_ranges
 from runtime.terminal import RunError
@@ -38,7 +38,7 @@ AGAIN = "the data set is damaged or only partly written, write or copy it again"
 M = TypeVar("M", zarr.Array, zarr.Group)
 
 
-def is_weight(values: np.ndarray) -> np.ndarray:
+def is_weight(values: Shaped[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
     """For each value whether it is a valid weight, finite and at least 0; booleans are."""
     return (values >= 0) & (values < np.inf)
 

@@ -90,7 +90,7 @@ def permute(index: Rows, size: int, key: tuple[int, ...], *, inverse: bool = Fal
     right_size = -(-size // left_size) if size else 1
     keys = list(enumerate(np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS, np.uint64)))
 
-    def once(place: np.ndarray) -> np.ndarray:
+    def once(place: Rows) -> Rows:
         left, right = np.divmod(place, right_size)
         for turn, round_key in reversed(keys) if inverse else keys:
             sign = -1 if inverse else 1
@@ -106,7 +106,7 @@ def permute(index: Rows, size: int, key: tuple[int, ...], *, inverse: bool = Fal
     return place
 
 
-def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
+def _hash(values: Rows, key: np.uint64, size: int) -> Rows:
     """Numbers below size that look random: the finalizer of SplitMix64."""
     bits = values.astype(np.uint64) + key
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -55,7 +55,7 @@ class RowStream:
         """A growing split's number of rows is known only when it has ended."""
         return dataclasses.replace(self._order, rows=self.rows.count)
 
-    def find(self, ordinals: Rows) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
+    def find(self, ordinals: Rows) -> Iterator[tuple[slice, Buffer, Rows]]:
         """The buffers of these rows, whose ordinals increase: which of the rows a buffer has, the buffer, and where."""
         begin = 0
         while begin < len(ordinals):

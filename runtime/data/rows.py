@@ -8,6 +8,7 @@ starts, stops = rows.ranges(np.array([0, 7, 3]), pool)
 from concurrent.futures import Executor
 
 import numpy as np
+from jaxtyping import Int64
 
 from runtime.data.chunks import read, read_ranges
 from runtime.data.flat_tokens import Split
@@ -75,7 +76,7 @@ class SequenceRows:
     def reach(self, count: int) -> bool:
         return count <= self.count
 
-    def _count(self, first: int) -> tuple[np.ndarray, int]:
+    def _count(self, first: int) -> tuple[Int64[np.ndarray, "blocks"], int]:
         """The rows of each block of READ_AT_ONCE sequences, and how many sequences are longer than a row."""
         stop = min(first + READ_AT_ONCE, self._split.sequence_count)
         starts = read(self._split.seq_starts, first, stop + 1, f"seq_starts of {self._split.where}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import zarr
-from jaxtyping import Bool, Float32, Int64, UInt32
+from jaxtyping import Bool, Float32, Int64, Integer, Shaped, UInt32
 
 from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import CHUNK_TOKENS, LARGEST_ID, TARGETS, WEIGHT, absolute_path, is_weight, open_member
@@ -24,10 +24,10 @@ _LOST_TOKENS, _LOST_STARTS = 2**32 - 1, 2**64 - 1
 def write_split(
     path: str | os.PathLike,
     split: str,
-    sequences: Iterable[np.ndarray],
+    sequences: Iterable[Integer[np.ndarray, "tokens"]],
     *,
-    is_target: Iterable[np.ndarray] | None = None,
-    weight: Iterable[np.ndarray] | None = None,
+    is_target: Iterable[Bool[np.ndarray, "tokens"]] | None = None,
+    weight: Iterable[Float32[np.ndarray, "tokens"]] | None = None,
     bos_id: int = 0,
     attributes: dict[str, Any] | None = None,
     overwrite: bool = False,
@@ -183,7 +183,7 @@ class _Appender:
         self.values[: self.count] = self.array[self.first :]
         self.on_disk = self.first  # up to there all is known to be on the disk
 
-    def append(self, values: np.ndarray) -> None:
+    def append(self, values: Shaped[np.ndarray, "values"]) -> None:
         while len(values):
             room = self.values[self.count : self.count + len(values)]
             room[:] = values[: len(room)]

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import zarr
 import zarr.errors
-from jaxtyping import Float32, Int64, UInt32
+from jaxtyping import Float32, Int64, Integer, UInt32
 
 from runtime.data.apart import Unfinished, apart
 from runtime.data.chunks import check_chunks, open_checked, open_group, read_errors
@@ -154,7 +154,7 @@ class Tokenizer:
         text, _ = _render(self, _checked_messages(messages), add_generation_prompt=True)
         return self.encode_batch([text])[0]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Sequence[int] | Integer[np.ndarray, "tokens"]) -> str:
         """The text of ids, special tokens as written; what is no id is left out."""
         ids = np.asarray(ids, np.int64)
         if not self.json:
