@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from models import adapters, safetensors
 from models.adapters import Adapter
@@ -124,7 +124,7 @@ def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> La
         count = max(n for n in range(1, min(ROWS, inner[0]) + 1) if inner[0] % n == 0)
         chunk[0] = count if count >= ROWS // 64 else inner[0]
 
-    def read(bounds: Bounds) -> np.ndarray:
+    def read(bounds: Bounds) -> Float32[np.ndarray, "..."]:
         row = rows[tuple(start for start, _ in bounds[: len(leading)])]
         values = tensors[row.name].read(slice(*bounds[0]) if is_cut else slice(None))
         return row.read_in(values).astype(np.float32).reshape([stop - start for start, stop in bounds])
@@ -520,7 +520,7 @@ def config_for(source: Source, dtype: str) -> dict[str, Any]:
 
 def values_of(
     checkpoint: Checkpoint, leaf: str, place: tuple[int, ...], row: Row, pool: Executor
-) -> Iterator[np.ndarray]:
+) -> Iterator[Float[np.ndarray, "..."]]:
     """The values of a published tensor, in pieces if it can be cut into rows."""
     sizes, at = list(row.sizes.values()), tuple((n, n + 1) for n in place)
     step = ROWS if row.is_plain and not place else sizes[0]

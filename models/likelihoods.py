@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from jax import lax
+from jaxtyping import Int64
 
 from models import layers
 from models.context import ALONE, attention_where, deal_heads
@@ -88,8 +89,8 @@ def room_of(longest: int, length: int) -> int:
     return min(max(SLOTS, 1 << (longest - 1).bit_length()), length)
 
 
-def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
-    """Rows, int64 [row, field of `Packed`, L], and for each pair the row and the slice of its continuation.
+def pack(pairs: Sequence[Pair], length: int) -> tuple[Int64[np.ndarray, 'B 5 L'], Places]:
+    """Rows of the fields of `Packed`, and for each pair the row and the slice of its continuation.
 
     All tokens of a context but the last are read once. Each continuation begins with that last token and ends before
     its own last one, so that every position has one target. If a context does not fit into a row with all its
@@ -118,7 +119,7 @@ def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
     return np.stack(rows), places
 
 
-def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray, Places]:
+def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[Int64[np.ndarray, 'B 6 L'], Places]:
     """Rows for T5, in the order of `ReadRows`: one pair a row; the encoder reads the context."""
     room = room_of(max(len(part) for pair in pairs for part in pair), length)
     rows = np.zeros((len(pairs), 6, room), np.int64)
@@ -128,7 +129,9 @@ def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray,
     return rows, [[(number, slice(len(after)))] for number, (_, after) in enumerate(pairs)]
 
 
-def masked_one_by_one(pairs: Sequence[Pair], length: int, end: Sequence[int], mask: int) -> tuple[np.ndarray, Places]:
+def masked_one_by_one(
+    pairs: Sequence[Pair], length: int, end: Sequence[int], mask: int
+) -> tuple[Int64[np.ndarray, 'B 4 L'], Places]:
     """Rows for BERT: one for each token of a continuation, with that token masked (Salazar et al. 2020, 2.1)."""
     room = room_of(max(len(context) + len(after) for context, after in pairs) + len(end), length)
     rows, places = [], []

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
+from jaxtyping import Float32, Int32, Int64, Integer
 
 import train
 from models import layers
@@ -31,6 +32,7 @@ from shardlib.shardtypes import f32, i32, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
 
 Pool = Literal['mean', 'first', 'last']
+Fields = Sequence[Integer[np.ndarray, 'B L']]  # of `ReadRows`, in order
 
 
 @pytree_dataclass
@@ -149,14 +151,14 @@ class Reader:
     def mapped(self, which: str, **settings: Any) -> typed_shard_map:
         return typed_shard_map(functools.partial(self.functions[which], **settings))
 
-    def predict(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """rows: the fields of `ReadRows` in order; their number is a multiple of the devices that share them."""
+    def predict(self, rows: Fields) -> tuple[Float32[np.ndarray, 'B L'], Int32[np.ndarray, 'B L']]:
+        """rows: their number is a multiple of the devices that share them."""
         return tuple(map(np.asarray, self.compiled('predict')(self.weights, self._placed(rows))))
 
-    def embed(self, rows: Sequence[np.ndarray], pool: Pool) -> np.ndarray:
+    def embed(self, rows: Fields, pool: Pool) -> Float32[np.ndarray, 'B M']:
         return np.asarray(self.compiled('embed', pool=pool)(self.weights, self._placed(rows)))
 
-    def _placed(self, rows: Sequence[np.ndarray]) -> Any:
+    def _placed(self, rows: Fields) -> Any:
         kinds = np.uint32, np.uint32, np.int32, np.int32, np.uint32, np.int32
         return placed(ReadRows(*(values.astype(kind) for values, kind in zip(rows, kinds))), self.Rows)
 
@@ -176,7 +178,7 @@ class Reader:
         return [(best[n][place].tolist(), log_probs[n][place].tolist()) for n, place in enumerate(places)]
 
 
-def batch_of(prompts: Sequence[Sequence[int]], longest: int, least: int = 1) -> list[np.ndarray]:
+def batch_of(prompts: Sequence[Sequence[int]], longest: int, least: int = 1) -> list[Int64[np.ndarray, 'B L']]:
     """tokens, targets, segment and kinds of rows with one prompt each, at least two rows a device: JAX broadcasts one
     row with one head in another way, which the check refuses."""
     share = devices_of_rows()

@@ -20,6 +20,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401 bfloat16 becomes a type of numpy
 import numpy as np
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from runtime.files import open_file, read_text
@@ -33,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 @dataclass(frozen=True)
 class Tensor:
     shape: tuple[int, ...]
-    read: Callable[[slice], np.ndarray]  # its rows
+    read: Callable[[slice], Float[np.ndarray, "rows ..."]]
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _readable(file: Path) -> contextlib.AbstractContextManager:
     return run_errors(f"{file} cannot be read (is it whole?)", SafetensorError)
 
 
-def _rows(file: Path, about: Any, rows: slice) -> np.ndarray:
+def _rows(file: Path, about: Any, rows: slice) -> Float[np.ndarray, "rows ..."]:
     with _readable(file):
         return about[rows]
 
@@ -95,8 +96,8 @@ def _named_in(index: Path) -> list[str]:
 
 
 def write(
-    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str, values: Callable[[str], Iterator[np.ndarray]],
-    only: str = "model.safetensors",
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str,
+    values: Callable[[str], Iterator[Float[np.ndarray, "..."]]], only: str = "model.safetensors",
 ) -> None:  # fmt: skip
     """Writes tensors, several files with an index above SHARD_BYTES.
 
