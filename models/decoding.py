@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt32
 
 from models import layers
 from models.context import ALONE, attention_where
@@ -74,6 +75,9 @@ class Drawn:
     tokens: list[int]
     log_probs: list[float]
 
+
+# One device's part of a cache's keys or values, and places in it.
+OfCache, Places = Float[jax.Array, 'layers B K S D'], Int32[jax.Array, 'N']
 
 NO_TEXT = Drawing(tokens=1, temperature=0.0)  # for an empty row
 
@@ -184,14 +188,16 @@ def attention(
     return o.astype(act.dtype)
 
 
-def write(old, new, length):
-    """One device's cache, `layers B K S D`, with new tokens' keys or values, `layers B L K D`, from rows' lengths."""
+def write(old: OfCache, new: Float[jax.Array, 'layers B L K D'], length: Int32[jax.Array, 'B']) -> OfCache:
+    """One device's cache with new tokens' keys or values from rows' lengths."""
     place = functools.partial(lax.dynamic_update_slice_in_dim, axis=2)
     return jax.vmap(place, (1, 1, 0), 1)(old, jnp.swapaxes(new, 2, 3), length)
 
 
 # == Drawing from a split vocabulary ===================================================================================
-def noise(key, number, ids):
+def noise(
+    key: UInt32[jax.Array, 'B 2'], number: Int32[jax.Array, 'B'], ids: Int32[jax.Array, 'V']
+) -> Float32[jax.Array, 'B V']:
     """A Gumbel variable for each row and token: a function of the row's key, the draw's number and the token's id."""
 
     def one(key, number, id):
@@ -341,8 +347,8 @@ def taken(cache: Cache, used: int | None, place: jax.Array | None = None) -> Cac
         return cache
     rows, of_place, place = ('B/b', '', ()) if place is None else ('N/b', ', N/b', (place,))
 
-    def of_device(old, *place):
-        return old[:, place[0] if place else slice(None), :, :used]
+    def of_device(old: OfCache, place: Places | None = None) -> Float[jax.Array, 'layers N K P D']:
+        return old[:, slice(None) if place is None else place, :, :used]
 
     spec = f'layers B/b K/t S D{of_place} -> layers {rows} K/t P D'
     k, v = [shardops.local(spec, of_device, cached, *place, P=used or cached.shape[3]) for cached in (cache.k, cache.v)]
@@ -360,7 +366,7 @@ def put_back(cache: Cache, part: Cache, place: jax.Array | None = None) -> Cache
         into = functools.partial(shardops.local, spec, lambda old, new: lax.dynamic_update_slice(old, new, (0,) * 5))
         return replace(part, k=into(cache.k, part.k), v=into(cache.v, part.v))
 
-    def of_device(old, new, place):
+    def of_device(old: OfCache, new: Float[jax.Array, 'layers N K P D'], place: Places) -> OfCache:
         return old.at[:, place, :, : new.shape[3]].set(new)
 
     spec = 'layers B/b K/t S D, layers N/b K/t P D, N/b -> layers B/b K/t S D'
@@ -442,6 +448,26 @@ def decode(
     return put_back(whole, cache), rows, tokens, log_probs, left
 
 
+def of_parents(old: OfCache, parent: Int32[jax.Array, 'B']) -> OfCache:
+    return jnp.take(old, parent, axis=1)
+
+
+def largest(
+    count: int, values: Float32[jax.Array, 'B V'], ids: Int32[jax.Array, 'V']
+) -> tuple[Float32[jax.Array, 'B 1 N'], Int32[jax.Array, 'B 1 N']]:
+    """The likeliest tokens of one device's part of the vocabulary."""
+    top, place = lax.top_k(values, count)
+    return top[:, None], jnp.take(ids, place)[:, None]
+
+
+def of_all(
+    values: Float32[jax.Array, 'B t N'], names: Int32[jax.Array, 'B t N']
+) -> tuple[Float32[jax.Array, 'B N'], Int32[jax.Array, 'B N']]:
+    """The likeliest tokens of those of all parts, with their names."""
+    top, place = lax.top_k(values.reshape(len(values), -1), values.shape[2])
+    return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
+
+
 @typed
 def candidates(
     family, model, ends, stack, cache: Cache, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *, N: int
@@ -449,11 +475,8 @@ def candidates(
     """Replaces the rows' caches by those of their parents, on the same device. Then all devices get the N likeliest
     tokens after `token` and their log probabilities, 8N bytes a row."""
 
-    def of_parent(old, parent):
-        return jnp.take(old, parent, axis=1)
-
     k, v = [
-        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parent, cached, parent)
+        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parents, cached, parent)
         for cached in (cache.k, cache.v)
     ]
     cache = replace(cache, k=k, v=v)
@@ -461,18 +484,10 @@ def candidates(
     values = logits_after(family, model, ends, x)
     values = values - log_normalizer(values)[:, None]
 
-    def largest(values, ids):
-        top, place = lax.top_k(values, N)
-        return top[:, None], jnp.take(ids, place)[:, None]
-
     # Each device along t finds the N likeliest of its part; they are gathered, 8N bytes a row and device.
-    best, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', largest, values, ids, N=N)
+    of_device = functools.partial(largest, N)
+    best, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', of_device, values, ids, N=N)
     best, names = [shardops.all_gather('B/b t/t N -> B/b t N', x) for x in (best, names)]
-
-    def of_all(values, names):
-        top, place = lax.top_k(values.reshape(len(values), -1), N)
-        return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
-
     best, names = shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, best, names)
     return cache, shardops.all_gather('B/b N -> B N', best), shardops.all_gather('B/b N -> B N', names)
 
@@ -739,7 +754,7 @@ class Slots:
         sizes = itertools.takewhile(lambda size: size < room, (4**n * SLOTS for n in itertools.count(1)))
         return next((size for size in sizes if size >= need), None)
 
-    def _read_with(self, new: Collection[int]) -> tuple[Sequence[int], list[np.ndarray]]:
+    def _read_with(self, new: Collection[int]) -> tuple[Sequence[int], list[Int32[np.ndarray, 'rows']]]:
         """The rows that are read together with these, on each device the same power of two: their numbers, and their
         places on their devices; no places if these are all rows."""
         of_device = len(self.left) // devices_of_rows()
@@ -752,7 +767,7 @@ class Slots:
         rows = places + of_device * np.arange(len(places))[:, None]
         return rows.reshape(-1).tolist(), [places.reshape(-1).astype(np.int32)]
 
-    def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: np.ndarray) -> None:
+    def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: Bool[np.ndarray, 'rows']) -> None:
         tokens = np.zeros((len(self.left), self.cache.memory.shape[3]), np.uint32)
         counts = np.zeros(len(self.left), np.int32)
         for row, prompt in prompts.items():
@@ -784,7 +799,9 @@ class Slots:
         of_rows = zip(before - self.left, before, self.left, tokens, log_probs)
         return [self._new(*of_row) for of_row in of_rows]
 
-    def _new(self, spent: int, before: int, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
+    def _new(
+        self, spent: int, before: int, left: int, tokens: UInt32[np.ndarray, 'L'], log_probs: Float32[np.ndarray, 'L']
+    ) -> Drawn:
         """A row's tokens of a burst, up to its end."""
         ended = np.flatnonzero(np.isin(tokens[:before], self.generator.ends)) if before and not left else []
         count = ended[0] + 1 if len(ended) else spent
@@ -810,14 +827,16 @@ class Slots:
 class Beams:
     """The running and the finished texts of one prompt (as `_beam_search` of transformers 5, early_stopping=False)."""
 
-    def __init__(self, beams: int, tokens: int, length_penalty: float, ends: np.ndarray):
+    def __init__(self, beams: int, tokens: int, length_penalty: float, ends: UInt32[np.ndarray, 'ends']):
         self.beams, self.most, self.length_penalty, self.ends = beams, tokens, length_penalty, ends
         # At first all beams hold the same text, so only the first one may continue.
         self.running: Sequence[Drawn] = [Drawn([], [])] + [Drawn([], [-1e9])] * (beams - 1)
         self.finished: list[tuple[float, Drawn]] = []
         self.is_over = False
 
-    def advance(self, values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def advance(
+        self, values: Float32[np.ndarray, 'rows N'], ids: Int32[np.ndarray, 'rows N']
+    ) -> tuple[Int64[np.ndarray, 'rows'], Int64[np.ndarray, 'rows']]:
         """Takes each beam's likeliest tokens; returns each next beam's parent and its token."""
         stays = np.arange(self.beams), np.zeros(self.beams, int)
         if self.is_over:
