@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"  # what the tests read is on the disk
 
+import array_types  # noqa: F401 before the modules that it checks
 import jax
 import pytest
 import small
