@@ -92,8 +92,8 @@ class HuggingFaceDataset:
     tokenizer: str | None = None  # as for tools.tokenize_text: bytes_utf8, a tokenizer.json, a name on the hub
     text_field: str = "text"  # the document's field that is trained on
     validation_split: str = "validation"  # validation_batches batches of it are read
-    # tokens that may be written before training wants them, up to the end of a block of 1 MB of text; each takes at
-    # most 4 bytes of the run folder's disk
+    # tokens that may be written to the run folder before training wants them, up to the end of a block of 1 MB of
+    # text; each takes at most 4 bytes
     tokens_ahead: Count = 50_000_000
 
 

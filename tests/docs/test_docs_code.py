@@ -14,6 +14,7 @@ import pytest
 import yaml
 import zarr
 from jax.sharding import PartitionSpec as P
+from ledgers import ledger_of
 from mutation import mutants
 from pages import (
     PAGES,
@@ -60,12 +61,23 @@ def test_the_excerpt_of_the_readme_is_train_py():
     assert code in train_py()
 
 
+NOTATION = ("shardlib", "shardlib/proof")
+
+
 def test_the_numbers_of_the_readme():
-    """It says how many lines train.py has, and how many mutations of it the tests try."""
+    """It says how many lines train.py and the notation have, how many mutations of train.py the tests try, and how many
+    collectives the first job's step has."""
     readme = (ROOT / "README.md").read_text()
     lines = train_py().count("\n")
-    assert f"(train.py) is {lines} lines" in " ".join(readme.split()) and f"| lines to read | {lines}, " in readme
-    assert f"get past: 0 of {len(mutants(train_py()))} |" in readme
+    assert f"(train.py) is {lines} lines" in " ".join(readme.split())
+    notation, proof = (
+        sum(file.read_text().count("\n") for file in (ROOT / folder).glob("*.py")) for folder in NOTATION
+    )
+    of_rooms = f"(`shardlib/`, {round(notation, -1):,}, its proof {round(proof, -1):,})"
+    assert f"| lines to read | {lines}, on top of the notation {of_rooms} |" in readme
+    assert f"get past the checker: 0 of {len(mutants(train_py()))} |" in readme
+    collectives = sum(ledger_of("local_test_synthetic").costs.collectives.values())
+    assert f"| collectives of the compiled step | {collectives}, " in readme
 
 
 IMPORTS = """import jax
