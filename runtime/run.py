@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ledger.compiled.check import peak_bytes, report
+from ledger.compiled.agreement import agreement, peak_bytes
 from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
@@ -266,7 +266,7 @@ class Run:
         if self._is_leader:
             seen = {"compile_s": time.perf_counter() - began, "peak_memory_bytes": peak_bytes(compiled) or None}
             self._compiled = {**seen, "predicted_step_time_s": bound.step_s if bound else None}
-            lines, rows = report(ledger, compiled)
+            lines, rows = agreement(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))
             with self._writing():
                 if rows:
@@ -354,7 +354,7 @@ class Run:
         for step in range(self.done_steps, self._total):
             self._checkpoints.raise_failure()
             if self._owner is not None:
-                self._owner.check()
+                self._owner.require()
             self._profiler.before_step(step + 1)
             self._step_began = time.monotonic()
             yield step
@@ -455,7 +455,7 @@ class Run:
                 log_interval=config.log_interval,
                 bytes_per_token=bytes_per_token(config),
                 part_of_batch=self.data.part_of_batch,
-                on_line=self._followers.check,
+                on_line=self._followers.name_failed,
             )
         self._open.enter_context(self._tracker)
         self._followers.start()

@@ -18,7 +18,7 @@ from several_hosts import TINY, logged, where, write_tiny
 
 import train
 import train_any
-from ledger.compiled.check import differences
+from ledger.compiled.agreement import differences
 from ledger.count.step import of_step
 from models import experts, huggingface, layers, llama, mixtral
 from optimizers import State

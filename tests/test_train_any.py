@@ -25,7 +25,7 @@ from several_hosts import logged, where
 
 import train
 import train_any
-from ledger.compiled.check import peak_bytes
+from ledger.compiled.agreement import peak_bytes
 from ledger.count.step import of_step
 from models import adapters, huggingface, layers, llama
 from models.dropout import Dropout

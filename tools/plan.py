@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from ledger.compiled import check, overlap
+from ledger.compiled import agreement, overlap
 from ledger.count.step import Ledger
 from ledger.machines import absent, hardware, roofline
 from ledger.pages import contents, files
@@ -88,13 +88,13 @@ def title_of(config: Any, ledger: Ledger) -> str:
 def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fixes: Sequence[str] = ()) -> None:
     """Prints a plan, and writes the ledger's pages where the config names a folder."""
     estimate = roofline.roofline(ledger, machine, config.per_host)
-    print_line("\n".join(map(wrapped, [title, *report(config, ledger, estimate, fixes)])))
+    print_line("\n".join(map(wrapped, [title, *lines_of(config, ledger, estimate, fixes)])))
     if config.folder is not None:
         write_all(config.folder, files.pages(ledger, estimate))
         print_line(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
 
 
-def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequence[str] = ()) -> list[str]:
+def lines_of(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequence[str] = ()) -> list[str]:
     """The summary, memory by kind, times, and what they assume. fixes: see `contents.summary`."""
     machine, sendings = estimate.hardware, contents.sendings(estimate)
     return [
@@ -175,7 +175,7 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
         raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
     took, text, analysis = time.perf_counter() - began, compiled.as_text() or "", compiled.memory_analysis()
     print_line(f"\nCompiled for {len(devices)} × {devices[0].device_kind} that are not here, in {took:.0f} s.")
-    peak = check.peak_bytes(compiled)
+    peak = agreement.peak_bytes(compiled)
     forecast = f"forecast {gigabytes(ledger.memory.bytes)}, ratio {ledger.memory.bytes / peak:.2f}"
     print_line(f"XLA's memory of one device: {gigabytes(peak)}; {forecast}")
     if analysis is not None:
@@ -183,7 +183,7 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
         parts = analysis.argument_size_in_bytes, results, analysis.temp_size_in_bytes
         for name, part in zip(("arguments", "results in no argument's place", "temporary"), parts):
             print_line(f"  {name:<32}{gigabytes(part):>12}")
-    rows = check.differences(ledger, text)
+    rows = agreement.differences(ledger, text)
     print_line(
         f"\n{len(rows)} differences between what is written and what the compiled step sends{':' if rows else '.'}"
     )

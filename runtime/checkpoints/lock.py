@@ -2,7 +2,7 @@
 
     with Ownership("runs/a") as owner:
         for step in ...:
-            owner.check()
+            owner.require()
 
 Where the file system has locks (flock on `owner.lock`, which stays) the kernel holds one as long as the owner lives, so
 a dead owner is known at once. Elsewhere, such as in an object store, the owner rewrites `owner.json` every HEARTBEAT_S,
@@ -72,7 +72,7 @@ class Ownership:
             _say(f"{self._folder}/{NAME} could not be removed: {error}")
         self._unlock()
 
-    def check(self) -> None:
+    def require(self) -> None:
         """Raises RunError if another run has taken the folder, or the folder is gone."""
         if self._taken_by == {}:
             gone = "the folder was moved, or the file deleted, while this run wrote there"

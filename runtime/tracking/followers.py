@@ -2,7 +2,7 @@
 
     with Followers(config, run_folder, is_leader=True) as followers:     # refuses what is not installed
         followers.start()
-        followers.check()                        # now and then: names each one that has failed, once
+        followers.name_failed()                  # now and then: each one that has failed, once
 
 They read metrics.jsonl (runtime/tracking/follow.py), so none can stop or slow the training, or lose a line of it.
 """
@@ -50,7 +50,7 @@ class Followers:
             except OSError as error:
                 self._leave_out(name, f"cannot be started ({error})")
 
-    def check(self) -> None:
+    def name_failed(self) -> None:
         """Names those that have failed since the last time."""
         for name, process in list(self._running.items()):
             if process.poll() is not None:
@@ -64,7 +64,7 @@ class Followers:
         """Lets them send what is left, and prints what the run has reached."""
         if not self._running:
             return
-        self.check()
+        self.name_failed()
         deadline = time.monotonic() + LONGEST_WAIT_S
         for process in self._running.values():
             beside.hang_up(process)

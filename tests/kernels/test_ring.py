@@ -14,7 +14,7 @@ from test_attention import distances, operands, truth
 import kernels.ring
 from kernels import blockwise
 from kernels.ring import ring
-from ledger.compiled.check import differences
+from ledger.compiled.agreement import differences
 from ledger.count.costs import saved
 from ledger.count.program import read
 from ledger.count.step import of_step

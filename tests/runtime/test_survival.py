@@ -400,14 +400,14 @@ def test_an_owner_that_lost_the_folder_notices(fast_heart, tmp_path, what, said)
     """Who was taken for dead, and wakes up, or whose folder was moved away, does not write on: the next step raises."""
     folder = f"memory://{tmp_path.name}{what}"
     with Ownership(folder) as owner:
-        owner.check()
+        owner.require()
         if what == "taken":
             open_store(folder, 10).write(lock.NAME, json.dumps(OTHER).encode())
         else:
             open_store(folder, 10).remove(lock.NAME)
         wait_until(lambda: owner._taken_by is not None)
         with pytest.raises(RunError, match=said):
-            owner.check()
+            owner.require()
     assert open_store(folder, 10).names() == ([lock.NAME] if what == "taken" else [])
 
 

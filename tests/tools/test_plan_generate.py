@@ -10,7 +10,7 @@ import pytest
 from published import FOLDER, on_mesh
 from safetensors.numpy import load_file
 
-from ledger.compiled import check
+from ledger.compiled import agreement
 from ledger.count.step import of_step
 from ledger.machines import hardware, roofline
 from ledger.units import gigabytes, number
@@ -48,7 +48,7 @@ def test_memory_and_time_are_those_by_hand():
     read = (2 * (matrices - V * M) // 2 + cache) / 4.8e12  # of the embedding a row for each token
     assert read < estimate.totals["memory"] < 4 * read
     priced = replace(config, total_tokens=1e15, price=2.0)
-    text = "\n".join(plan.report(priced, ledger, estimate))
+    text = "\n".join(plan.lines_of(priced, ledger, estimate))
     assert f" to {number(6 / estimate.step_s)}. 1.00P tokens: {1e15 / 6 * estimate.step_s / 86400:,.3g} to " in text
     assert f"; cache {gigabytes(cache)} a device." in plan_generate.title_of(config, ledger, cache)
     assert "Memory of one device: forecast of the peak" in text and "It will not fit" not in text
@@ -89,5 +89,5 @@ def test_the_compiled_step_sends_what_is_written(name, kept):
     with on_mesh(4, 2):
         traced = traced_step(Programs(family, model, weights, kept), weights, 8, 128)
         ledger = of_step(traced, {"d": 4, "t": 2}, source=family.__file__, tokens=8, platform="cpu")
-        lines, _ = check.report(ledger, traced.lower().compile())
+        lines, _ = agreement.agreement(ledger, traced.lower().compile())
     assert lines[0].startswith("The compiled step sends what is written: "), "\n".join(lines)

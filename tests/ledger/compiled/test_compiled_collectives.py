@@ -15,7 +15,7 @@ from jax import lax
 
 import train
 import train_any
-from ledger.compiled.check import differences
+from ledger.compiled.agreement import differences
 from ledger.compiled.collectives import axes_of_groups, compiled, dtype_of, widened
 from ledger.count.costs import Collective, count, totals
 from ledger.count.program import read

@@ -15,8 +15,8 @@ from jax import lax
 from ledgers import ledger_of
 
 import train
-from ledger.compiled import check
-from ledger.compiled.check import (
+from ledger.compiled import agreement
+from ledger.compiled.agreement import (
     AS_ALL_REDUCE,
     ELIMINATED,
     JOINED,
@@ -25,7 +25,6 @@ from ledger.compiled.check import (
     WIDENED,
     differences,
     peak_bytes,
-    report,
 )
 from ledger.compiled.collectives import compiled as compiled_collectives
 from ledger.count.costs import Collective
@@ -263,7 +262,7 @@ def test_the_report_of_a_step_that_sends_what_is_written(record_property):
     """The float32 step has no difference: one line says so, another the forecast's ratio to XLA's."""
     ledger, compiled = ledger_and_compiled(2, "float32")
     assert differences(ledger, compiled.as_text()) == []
-    lines, rows = report(ledger, compiled)
+    lines, rows = agreement.agreement(ledger, compiled)
     assert rows == []
     assert lines[0] == "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes."
     assert lines[1].startswith("Memory of a device: forecast ") and len(lines) == 2
@@ -279,7 +278,7 @@ def test_a_program_of_which_xla_says_no_memory(monkeypatch):
     shardings = [SimpleNamespace(device_set=[device])]
     read = SimpleNamespace(as_text=compiled.as_text, memory_analysis=lambda: unknown, input_shardings=shardings)
     assert peak_bytes(read) == 0
-    lines, _ = report(ledger, read)
+    lines, _ = agreement.agreement(ledger, read)
     assert lines[1].endswith(", XLA does not say.")
 
 
@@ -289,7 +288,7 @@ def test_what_is_widened_is_no_warning():
     ledger, (_, compiled) = traced_step(2, "bfloat16")[0], ledger_and_compiled(2, "float32")
     rows = differences(ledger, compiled.as_text())
     assert {(row.dtype, row.compiled, row.reason) for row in rows} == {("bfloat16", 0, WIDENED)} and len(rows) == 5
-    lines, rows = report(ledger, compiled)
+    lines, rows = agreement.agreement(ledger, compiled)
     assert len(lines) == 2 and all(row.is_harmless for row in rows)
     assert lines[0] == (
         "The compiled step sends what is written: 155 collectives, equal by kind, axes and number; "
@@ -306,7 +305,7 @@ def test_every_difference_has_its_reason(monkeypatch):
     compiled = traced.lower().compile()
     rows = differences(ledger, compiled.as_text())
     assert {row.reason for row in rows if row.dtype == "bfloat16"} == {WIDENED}
-    lines, _ = report(ledger, compiled)
+    lines, _ = agreement.agreement(ledger, compiled)
     assert lines[0] == "warning: the compiled step does not send what is written:"
     harmful = [row for row in rows if row.reason != WIDENED]
     assert lines[1:-1] == [f"  {row}" for row in harmful] and not any(row.is_harmless for row in harmful)
@@ -324,7 +323,7 @@ def test_a_gather_that_is_merged_with_an_equal_one_is_no_warning(microbatches):
     """One layer's weights are gathered twice in a row, forward and backward, and XLA merges one such pair a microbatch:
     one line says how many, and the row has the reason and the line."""
     ledger, traced = traced_step(microbatches, "float32", layers=1)
-    lines, rows = report(ledger, traced.lower().compile())
+    lines, rows = agreement.agreement(ledger, traced.lower().compile())
     (row,) = rows
     assert row.reason == MERGED and row.written - row.compiled == microbatches and row.lines[0].startswith("train.py:")
     written = sum(ledger.costs.collectives.values())
@@ -341,7 +340,7 @@ def test_a_merge_is_told_from_what_leaves_a_loop():
     ledger = dataclasses.replace(ledger, costs=costs)
 
     def found(monkeypatch, sites):
-        monkeypatch.setattr(check, "compiled_sites", lambda text, mesh: collections.Counter(sites))
+        monkeypatch.setattr(agreement, "compiled_sites", lambda text, mesh: collections.Counter(sites))
         (difference,) = differences(ledger, "")
         assert (difference.written, difference.compiled) == (4, 2)
         return difference

@@ -142,7 +142,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     return together - analysis.alias_size_in_bytes
 
 
-def report(ledger: Ledger, compiled: jax.stages.Compiled) -> tuple[list[str], list[Difference]]:
+def agreement(ledger: Ledger, compiled: jax.stages.Compiled) -> tuple[list[str], list[Difference]]:
     """Lines to print about the compiled step, and all differences.
 
     Harmless ones are folded into one line; of the others there is a warning with a line each.
