@@ -40,17 +40,17 @@ FACTORED_DECAY, FACTORED_EPS, LEAST_SCALE, MOST_CHANGE = 0.8, 1e-30, 1e-3, 1.0  
 class Training(train.Training):
     # After the warmup, cosine and linear fall to their floor at steps_for_lr; the others do not end by themselves.
     schedule: Literal['cosine', 'linear', 'constant', 'inverse_sqrt'] = 'cosine'
-    # constant and inverse_sqrt: from this step on the rate falls linearly to its floor at steps_for_lr (warmup, stable,
-    # decay); null: it does not fall. A run without it may be resumed with it.
+    # constant and inverse_sqrt: from this step on the rate falls linearly to its floor at steps_for_lr; null: never. A
+    # run without it may be resumed with it.
     decay_from: Steps | None = None
-    # At each of these steps the batch doubles; after the last it has tokens.batch rows. Smaller batches have fewer
-    # microbatches.
+    # The batch doubles at each of these steps, up to tokens.batch rows. Smaller batches have fewer microbatches.
     batch_doubles_at: tuple[Count, ...] = ()
     # muon: for matrices, with adamw for all else; adafactor: learning_rate is relative to a weight's root mean square.
     optimizer: Literal['adamw', 'muon', 'adafactor'] = 'adamw'
-    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # type of moments at rest; bfloat16 rounds stochastically
+    # Type of moments at rest, 4 or 2 bytes a weight each; bfloat16 rounds stochastically.
+    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'
     ema_decay: Momentum = 0.0  # decay of the weights' average, which is validated and exported; 0: no average
-    z_loss: NotNegative = 0.0  # times log² of the softmax's denominator, in the training loss
+    z_loss: NotNegative = 0.0  # adds z_loss · log² of the softmax's denominator to each target's loss
     dropout: Decay = 0.0  # share of layers' outputs and of attention's probabilities that is dropped
 
     def __post_init__(self) -> None:

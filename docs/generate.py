@@ -28,6 +28,7 @@ from ledger.pages.text import text as text_of_ledger
 from models import huggingface
 from runtime import program
 from runtime.config.command_line import load
+from runtime.config.help import help_of_keys
 from runtime.terminal import RunError, wrapped
 from tools import plan, plan_step
 
@@ -99,6 +100,16 @@ def families(old):
     )
 
 
+def keys(old, *names):
+    """docs/optimizers.md: keys of train_any's section `training`, as --help says them."""
+    text = "\n".join(help_of_keys(train_any.Config))
+    rows = ["| key | type and default | what it does |", "|---|---|---|"]
+    for name in names:
+        kind, explained = re.search(rf"^  training\.{name}: (.*)\n((?: {{6}}.*\n?)+)", text, re.M).groups()
+        rows.append(f"| `training.{name}` | {kind} | {' '.join(explained.split())} |")
+    return "\n".join(rows) + "\n"
+
+
 def ledger(old, attention, *starts):
     """docs/ledger.md: rows of the 1b model's ledger.txt, those that have one of these texts in them, in their order."""
     lines = text_of_ledger(ledger_1b(attention)).splitlines()
@@ -147,7 +158,7 @@ def refusal(old, *overrides):
 
 
 # == Pages =============================================================================================================
-MADE = families, ledger, plans, settings, refusal
+MADE = families, keys, ledger, plans, settings, refusal
 FUNCTIONS = {function.__name__: function for function in MADE}
 
 

@@ -61,6 +61,16 @@ def test_the_excerpt_of_the_readme_is_train_py():
     assert code in train_py()
 
 
+def test_the_files_that_the_readme_names_are_there():
+    """Each file in the table of where things are is at the root or in one of its folders."""
+    section = (ROOT / "README.md").read_text().partition("## Where things are")[2].partition("\n## ")[0]
+    names = re.findall(r"`([\w/]+\.(?:py|yaml|html))`", section)
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    there = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*.*"))]
+    assert len(names) > 60
+    assert not [name for name in names if not any(str(path).endswith(f"/{name}") for path in there)]
+
+
 NOTATION = ("shardlib", "shardlib/proof")
 
 

@@ -9,7 +9,7 @@ from pages import cells_of_the_notebook, module_of
 
 from docs import generate
 
-BLOCKS = generate.blocks()  # those of a ledger are quick; the others take plans, seconds to a minute
+BLOCKS = generate.blocks()  # those of keys and of a ledger are quick; the others take plans, seconds to a minute
 
 
 def without_lines(text):
@@ -19,7 +19,7 @@ def without_lines(text):
 
 @pytest.mark.parametrize(
     "page, name, arguments, text",
-    [pytest.param(*block, marks=() if block[1] == "ledger" else pytest.mark.slow) for block in BLOCKS],
+    [pytest.param(*block, marks=() if block[1] in ("keys", "ledger") else pytest.mark.slow) for block in BLOCKS],
     ids=lambda value: getattr(value, "stem", None),
 )
 def test_generating_changes_nothing(page, name, arguments, text, monkeypatch):
