@@ -14,7 +14,7 @@ from ledger.compiled import agreement
 from ledger.count.step import of_step
 from ledger.machines import hardware, roofline
 from ledger.units import gigabytes, number
-from models import huggingface, llama
+from models import decoding, huggingface, llama
 from models.decoding import Programs, traced_step
 from runtime.config.command_line import load
 from runtime.terminal import RunError
@@ -74,6 +74,7 @@ def test_the_page_and_what_does_not_fit(capsys, tmp_path):
     assert files[0] == "gemma.py" and "decoding.py" in files, files
     with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2 devices"):
         plan.main(config_of("llama", "mesh.d=2", "rows=3"))
+    assert not decoding.is_planned  # what is decoded afterwards is for this machine
 
 
 @pytest.mark.usefixtures("proved_elsewhere")

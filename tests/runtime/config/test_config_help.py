@@ -111,15 +111,17 @@ def printed_help(monkeypatch, capsys, main, config_class):
 
 
 def test_help_of_a_run(monkeypatch, capsys):
-    """It lists every config with its first line, every group, every key with type and default, as its source has it."""
+    """It lists every config with its first line, every group that the program takes, every key with type and default,
+    as its source has it."""
     text = printed_help(monkeypatch, capsys, train.main, train.Config)
     assert "usage: " in text and "[--config-name=NAME] [key=value ...]\n" in text
     assert "\n    python -m train --config-name=c4_a100x8_1b               # configs/ has one file for " in text
     assert "  c4_h200x1_84m            101M parameters on C4, for one H200.\n" in text
-    assert "\n  machine=a100x8|a100x8x4|h200x1\n" in text
+    assert "\n  machine=a100x8|a100x8x4|h200x1\n" in text and "\n  family=" not in text
     assert "  training.tokens.batch: int\n" in text and "  io.max_io_threads: int = 64\n" in text
     assert '  model.compute_dtype: bfloat16 or float32 = "bfloat16"\n' in text
     assert "      HOST:PORT, where process 0 listens and all others reach it; null: found\n" in text
+    assert "\n  family=" in printed_help(monkeypatch, capsys, train_any.main, train_any.Config)
 
 
 def test_help_of_a_tool(monkeypatch, capsys):
