@@ -331,8 +331,8 @@ def test_a_report_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch, c
 
 
 def test_a_run_ends_with_what_was_reached(tmp_path, capsys, monkeypatch):
-    """The run says its last loss, where its page is, and what to do next; after an error it does not, so that the
-    message comes last."""
+    """The run says its last loss, where its page is, and what to do next, with a tokenizer or without; after an error
+    it does not, so that the message comes last."""
     stand_in("import sys\nsys.stdin.read()", tmp_path, monkeypatch)
     (tmp_path / "report.html").touch()
     write_lines(tmp_path, config_of(), 0, range(1, 4))
@@ -343,6 +343,8 @@ def test_a_run_ends_with_what_was_reached(tmp_path, capsys, monkeypatch):
         f"tools.compare {tmp_path} OTHER_RUN lays runs over one another; python -m tools.generate {tmp_path} "
         "prompt_ids=[1] output=ids draws ids."
     )
+    (tmp_path / "tokenizer_record.json").touch()
+    assert followers.reached(tmp_path, True)[-1].endswith(f"python -m tools.generate {tmp_path} writes text.")
     with pytest.raises(ZeroDivisionError), Followers(config_of(), tmp_path, is_leader=True) as opened:
         opened.start()
         raise ZeroDivisionError
