@@ -78,6 +78,7 @@ class NoKeys:
 
 def test_a_tool_whose_result_is_lost(monkeypatch, capsys):
     """Its lines are on standard error, and its status is 1; with room it is 0."""
+    monkeypatch.setattr(terminal, "_messages", None)  # runs in this process may have one
     for output, status in ((Full(), 1), (io.StringIO(), 0)):
         monkeypatch.setattr(sys, "stdout", output)
         assert small.start(monkeypatch, lambda config: print_line("the result"), NoKeys) == status
