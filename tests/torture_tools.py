@@ -45,7 +45,12 @@ JOBS = {
     "weights out": Job("tools.convert", "Convert", "{inputs}/run {to}", is_whole=True),
     "adapters out": Job("tools.convert", "Convert", "{inputs}/lora {to} adapter=true", is_whole=True),
     "synthetic": Job("tools.make_dataset", "MakeDataset", "path={to} sequences=200"),
-    "text": Job("tools.tokenize_text", "TokenizeText", "input={inputs}/text.txt output={to} document_bytes=64"),
+    # By default one in a hundred documents is held out: with some seeds none.
+    "text": Job(
+        "tools.tokenize_text",
+        "TokenizeText",
+        "input={inputs}/text.txt output={to} document_bytes=64 validation_fraction=0.2",
+    ),
     "records": Job(
         "tools.tokenize_text", "TokenizeText", "input={inputs}/text.jsonl output={to} tokenizer=train_bpe bpe_vocab=300"
     ),
