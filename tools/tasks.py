@@ -161,7 +161,7 @@ class Scorer:
     def room_before(self, tokens: int) -> int:
         """How many tokens of a prompt an answer of so many leaves room for."""
         if tokens >= self.length:
-            raise RunError(f"tokens = {tokens}: expected fewer than the {self.length} that are read at once")
+            raise RunError(f"tokens = {tokens}: expected fewer than the {self.length} that are read at once: set it")
         return self.length - tokens
 
     def write(self, prompts: Sequence[Any], config: Writing) -> list[str]:

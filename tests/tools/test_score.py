@@ -247,7 +247,7 @@ def test_what_cannot_be_asked_is_refused():
     config = ready.Writing(tokens=8)
     with pytest.raises(RunError, match=r"^chat=true: the tokenizer bytes_utf8 has no chat template$"):
         scorer.write([[{"role": "user", "content": "?"}]], config)
-    with pytest.raises(RunError, match=r"^tokens = 32: expected fewer than the 32 that are read at once$"):
+    with pytest.raises(RunError, match=r"^tokens = 32: expected fewer than the 32 that are read at once: set it$"):
         scorer.write(["?"], dataclasses.replace(config, tokens=32))
 
 
