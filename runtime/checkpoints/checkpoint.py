@@ -241,7 +241,8 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
     """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings, bit for bit as it was saved.
 
-    A host reads each chunk that its devices need once, and holds one leaf at a time besides those on its devices.
+    A host reads each chunk that its devices need once. Besides the leaves on its devices it holds one, and the chunks
+    of it that are being read.
     Raises RunError: the leaves are not those of `like`, with all differences; Damaged: a chunk is lost or changed.
     """
     wanted = named_leaves(like)
@@ -320,9 +321,10 @@ def _lost(file: str, error: OSError) -> str:
 def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, pool: Executor) -> jax.Array:
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     blocks = _read_blocks(checkpoint, name, [bounds_of(index, leaf.shape) for index in indices], pool)
-    return jax.make_array_from_callback(
+    array = jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: blocks[bounds_of(index, leaf.shape)], dtype=leaf.dtype
     )
+    return jax.block_until_ready(array)  # the host keeps the values until they are copied
 
 
 def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: Executor) -> dict[Bounds, np.ndarray]:
