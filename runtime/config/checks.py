@@ -5,6 +5,7 @@ once it knows its checkpoint. A section's dataclass checks what concerns the sec
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -21,17 +22,20 @@ def check_combinations(config: Any) -> None:
 
 
 def _sources(config: Any) -> Iterator[str]:
-    """Problems unless exactly one of three keys says where the data come from."""
-    of = config.origins.of
+    """Problems unless one of three keys says where the data come from; `mixture` may hold hf_dataset.path."""
+    of, names = config.origins.of, [source.filespec for source in config.mixture]
     sources = [key for key in ("flat_tokens.filespec", "mixture", "hf_dataset.path") if attrgetter(key)(config)]
+    if os.path.expanduser(config.hf_dataset.path or "") in names:
+        sources.remove("hf_dataset.path")
     if not sources:
         fix = "expected the data set to train on, or `mixture`, or hf_dataset.path; add flat_tokens.filespec=..."
         yield f"{config.origins.config_file}: flat_tokens.filespec is missing: {fix}"
     for other in sources[1:]:
         empty = "[]" if sources[0] == "mixture" else "null"
         fix = f"expected one of them; delete the other, on the command line by {sources[0]}={empty}"
+        if sources[0] == "mixture":
+            fix += ", or mix the text with the rest: a source whose filespec is hf_dataset.path"
         yield f"{of(other)}: {other} is set, and so is {sources[0]} ({of(sources[0])}): {fix}"
-    names = [source.filespec for source in config.mixture]
     for index, name in enumerate(names):
         if name in names[:index]:
             what = f"{of('mixture')}: mixture[{index}].filespec = {shown(name)}"
@@ -77,13 +81,14 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
 
 def check_dataset(config: Any, max_token_id: int, steps_available: int | None, bos_id: int = 0) -> None:
     """Raises RunError: the vocabulary is too small for the data's ids, or they hold fewer steps (None: without end)."""
-    sources = config.flat_tokens.filespec, config.hf_dataset.path, ", ".join(one.filespec for one in config.mixture)
-    filespec = next(filter(None, sources))
+    mixed = ", ".join(source.filespec for source in config.mixture)
+    filespec = mixed or config.flat_tokens.filespec or config.hf_dataset.path
     steps, epochs, rows = config.training.steps, config.flat_tokens.epochs, config.training.tokens
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
         source = f"the data set {filespec}"
-        source = f"the tokenizer {config.hf_dataset.tokenizer}" if config.hf_dataset.path else source
+        is_stream = config.hf_dataset.path and not mixed
+        source = f"the tokenizer {config.hf_dataset.tokenizer}" if is_stream else source
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
         needed = max(max_token_id, bos_id) + 1
         problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {needed} or more"))

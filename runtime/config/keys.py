@@ -79,7 +79,7 @@ class FlatTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    filespec: Name  # folder or URL of a flat-tokens data set; `~` is expanded
+    filespec: Name  # folder or URL of a flat-tokens data set, or hf_dataset.path; `~` is expanded
     weight: Positive  # share of the rows, relative to the other sources'
 
 

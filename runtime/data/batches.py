@@ -12,8 +12,9 @@ of neighbouring rows, and of the rows in groups of such blocks (shuffle buffers)
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -105,8 +106,8 @@ class Loader:
     Args:
       batch: rows over all hosts; with doubles_at those of the largest batch (`GrowingBatch`).
       length, read_length: tokens of a row; before these, tokens that an encoder reads.
-      mixture, growing: several sources, or a split that is still being written, instead of flat_tokens.filespec. The
-        loader closes `growing`.
+      mixture: sources, each with filespec and weight, instead of flat_tokens.filespec.
+      growing: splits that are still being written, by their sources' names; the loader closes them.
       shuffle: False gives each row once, in the order in which it is stored; what is missing in the last batch is no
         target. A mixture ends where its first source does, and each source's rows have batches of their own.
       batches: the most that an unshuffled split gives; None: all.
@@ -130,7 +131,7 @@ class Loader:
         length: int,
         sharding: Batch,
         mixture: Sequence[Any] = (),
-        growing: GrowingSplit | None = None,
+        growing: Mapping[str, GrowingSplit] = MappingProxyType({}),
         shuffle: bool = True,
         batches: int | None = None,
         io_threads: int = 8,
@@ -140,7 +141,6 @@ class Loader:
         refusals.check_batch(batch // jax.process_count(), read_length + length)
         self._growing_batch = GrowingBatch(batch, doubles_at if shuffle else ())
         self._batch, self._sharding, self._shuffle, self._most_batches = batch, sharding, shuffle, batches
-        self._is_growing = growing is not None
         self._length, self._read_length = read_length + length, read_length
         self._epochs = flat_tokens.epochs if shuffle else 1
         self._mixture = MixtureOrder([source.weight for source in mixture] or [1])
@@ -149,14 +149,14 @@ class Loader:
         for phase, size in enumerate(self._growing_batch.sizes):
             self._is_host_row[phase, self._host_rows[size]] = True
         self._sources: list[RowStream] = []
-        splits = {} if growing is None else {growing.where: growing}
+        self._growing = growing
         with contextlib.ExitStack() as opened:
-            if growing is not None:
-                opened.callback(growing.close)
+            for other in growing.values():
+                opened.callback(other.close)
             pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
-            names = [source.filespec for source in mixture] or [flat_tokens.filespec]
-            for index, name in enumerate(splits or names):
-                opened_split = splits.get(name) or open_split(name, split)
+            names = [source.filespec for source in mixture] or [*growing] or [flat_tokens.filespec]
+            for index, name in enumerate(names):
+                opened_split = growing.get(name) or open_split(name, split)
                 refusals.check_rows(opened_split, length, read_length, flat_tokens.sequence_packing, sharding)
                 rows = (
                     PackedRows(opened_split, self._length)
@@ -164,7 +164,7 @@ class Loader:
                     else SequenceRows(opened_split, length, pool)
                 )
                 order = Order(rows.count, batch, UNSHUFFLED_BATCHES, None)
-                if shuffle and growing is None:
+                if shuffle and name not in growing:
                     sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
                     order = Order(rows.count, *sizes, flat_tokens.seed)
                 wanted = functools.partial(self._is_wanted, index)
@@ -173,13 +173,14 @@ class Loader:
             self.bos_id = refusals.check_same_bos_id([source.split for source in self._sources])
             self.max_token_id = max(source.split.max_token_id for source in self._sources)
             self.rows = sum(source.rows.count for source in self._sources)
-            self.dropped_tokens = sum(source.rows.dropped_tokens for source in self._sources)
+            whole = [source for source in self._sources if source.name not in growing]
+            self.dropped_tokens = sum(source.rows.dropped_tokens for source in whole)
             self._set_end()
             self.memory_bytes = self._most_memory(io_threads)
             refusals.check_memory(self.memory_bytes, [source.split.where for source in self._sources])
             opened.callback(lambda: self._batches.close())
-            if growing is not None:
-                opened.callback(growing.close)  # first, since the threads may be waiting for it
+            for other in growing.values():
+                opened.callback(other.close)  # first, since the threads may be waiting for it
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -194,8 +195,10 @@ class Loader:
 
     def begin(self) -> None:
         """Waits for the first rows of a split that is still being written; for all that an unshuffled pass reads."""
-        if self._is_growing:
-            self._sources[0].rows.reach(1 if self._shuffle else self._end)
+        for source, count in zip(self._sources, self._counts.tolist()):
+            if source.name in self._growing:
+                source.rows.reach(1 if self._shuffle else count)
+        if self._growing:
             self._set_end()
 
     def close(self) -> None:
@@ -240,13 +243,17 @@ class Loader:
     @property
     def identity(self) -> dict[str, Any]:
         """JSON values that tell this split from another: a checkpoint keeps them, so no run goes on with other data."""
-        if isinstance(split := self._sources[0].split, GrowingSplit):  # the number of its rows is not known yet
-            return {"files": split.files, "max_token_id": self.max_token_id, "bos_id": self.bos_id}
-        identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
-        if len(self._sources) == 1:
-            return identity
-        rows = [source.rows.count for source in self._sources]
-        return {**identity, "rows": rows, "shares": self._mixture.shares.tolist()}
+        identity: dict[str, Any] = {"max_token_id": self.max_token_id, "bos_id": self.bos_id}
+        # The number of a growing split's rows is not known yet.
+        rows = [source.rows.count for source in self._sources if source.name not in self._growing]
+        if self._growing:
+            identity["files"] = sum(split.files for split in self._growing.values())
+        if rows:
+            identity["rows"] = rows if len(self._sources) > 1 else rows[0]
+            identity["dropped_tokens"] = self.dropped_tokens
+        if len(self._sources) > 1:
+            identity["shares"] = self._mixture.shares.tolist()
+        return identity
 
     def metrics(self, step: int) -> dict[str, Any]:
         """For a mixture, tokens read from each source up to a step, padding included."""
@@ -291,10 +298,11 @@ class Loader:
     def _count_rows(self) -> int:
         counts = [source.rows.count for source in self._sources]
         if self._shuffle:
-            return NO_END if self._is_growing or len(counts) > 1 else counts[0] * self._epochs
-        # Up to the first row that a source does not have.
-        ends = [int(self._mixture.rows_of(index, np.array([count]))[0]) for index, count in enumerate(counts)]
-        return min(ends) if self._most_batches is None else min(*ends, self._most_batches * self._batch)
+            return NO_END if self._growing or len(counts) > 1 else counts[0] * self._epochs
+        # Up to the first row that a source does not have; a split that grows may have any number.
+        most = NO_END if self._most_batches is None else self._most_batches * self._batch
+        firsts = [np.array([min(count, most)]) for count in counts]
+        return min(most, *(int(self._mixture.rows_of(index, first)[0]) for index, first in enumerate(firsts)))
 
     def _most_memory(self, io_threads: int) -> int:
         rows_here = len(self._host_rows[self._batch])
@@ -309,7 +317,7 @@ class Loader:
         arrays = [array for split in splits for array in (split.encoded_tokens, split.seq_starts, split.weight)]
         kept = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
         chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
-        chunks += [CHUNK_TOKENS * TOKEN_BYTES] if self._is_growing else []
+        chunks += [CHUNK_TOKENS * TOKEN_BYTES] if self._growing else []
         token_bytes = TOKEN_BYTES + self._weight_type.itemsize
         reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
         return rows * (self._length * token_bytes + 8) + kept + reading

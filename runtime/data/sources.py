@@ -1,8 +1,10 @@
-"""Where a run's batches come from: one of the keys `flat_tokens.filespec`, `mixture` and `hf_dataset.path`."""
+"""Where a run's batches come from: one of `flat_tokens.filespec`, `mixture`, which may have hf_dataset.path among its
+sources, and `hf_dataset.path`."""
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -36,13 +38,14 @@ def open_data(config: Any, split: str, sharding: Batch) -> Loader:
         "batches": None if is_training else config.validation_batches,
         "io_threads": config.io.max_io_threads,
     }
-    growing = growing_split(config, split) if config.hf_dataset.path else None
-    return Loader(config.flat_tokens, split, **options, growing=growing)
+    if config.hf_dataset.path:
+        options["growing"] = {os.path.expanduser(config.hf_dataset.path): growing_split(config, split)}
+    return Loader(config.flat_tokens, split, **options)
 
 
 def growing_split(config: Any, split: str) -> GrowingSplit:
     """The tokens of hf_dataset.path, not begun yet. Raises RunError: a package, data set or split is missing."""
-    stream, rows = config.hf_dataset, config.training.tokens
+    stream, tokens = config.hf_dataset, config.training.tokens
     where = f"the data set {os.path.expanduser(stream.path)}" + (f" ({stream.name})" if stream.name else "")
     name = "train" if split == "train" else stream.validation_split
     splits = find_splits(stream.path, stream.name)
@@ -61,9 +64,13 @@ def growing_split(config: Any, split: str) -> GrowingSplit:
     }
     # Another stream under the same config is another data set.
     identity = hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
-    batches, ahead = config.validation_batches, 0
+    weights = {source.filespec: source.weight for source in config.mixture}
+    share = weights[os.path.expanduser(stream.path)] / sum(weights.values()) if weights else 1.0
+    batches, batches_ahead, ahead = config.validation_batches, 0, 0
     if split == "train":
-        batches, ahead = config.training.steps + 2 * (1 + BUFFERS_AHEAD) * UNSHUFFLED_BATCHES, stream.tokens_ahead
+        batches, batches_ahead = config.training.steps, 2 * (1 + BUFFERS_AHEAD) * UNSHUFFLED_BATCHES
+        ahead = stream.tokens_ahead
+    rows = math.ceil(batches * tokens.batch * share) + batches_ahead * tokens.batch
     return GrowingSplit(
         where=f"{where}, split '{name}'",
         files=len(splits[name]),
@@ -71,7 +78,7 @@ def growing_split(config: Any, split: str) -> GrowingSplit:
         path=absolute_path(f"{config.paths.root_working_dir}/{config.paths.model_name}/tokens/{split}-{identity}.zarr"),
         keys=keys,
         tokens_ahead=ahead,
-        most_tokens=batches * rows.batch * rows.len + ahead,
+        most_tokens=rows * tokens.len + ahead,
     )
 
 
@@ -81,16 +88,17 @@ def bytes_per_token(config: Any) -> float | None:
     bytes_utf8 has 1. For another tokenizer it is known if tools.tokenize_text read plain text and recorded its size;
     for a mixture it is the mean by weight, if all sources say it.
     """
-    if config.hf_dataset.path:
-        return 1.0 if config.hf_dataset.tokenizer == BYTES else None
-    weights = {source.filespec: source.weight for source in config.mixture} or {config.flat_tokens.filespec: 1.0}
-    known = [_bytes_per_token(open_group(absolute_path(path), mode="r").attrs.asdict()) for path in weights]
+    text = os.path.expanduser(config.hf_dataset.path or "")
+    of_text = 1.0 if config.hf_dataset.tokenizer == BYTES else None
+    weights = {source.filespec: source.weight for source in config.mixture} or {text or config.flat_tokens.filespec: 1}
+    known = [of_text if path == text else _bytes_per_token(path) for path in weights]
     if None in known:
         return None
     return float(np.average(np.array(known, float), weights=list(weights.values())))
 
 
-def _bytes_per_token(attributes: dict[str, Any]) -> float | None:
+def _bytes_per_token(path: str) -> float | None:
+    attributes: dict[str, Any] = open_group(absolute_path(path), mode="r").attrs.asdict()
     if (attributes.get("tokenizer") or {}).get("name") == BYTES:
         return 1.0
     made_by = attributes.get("made_by") or {}

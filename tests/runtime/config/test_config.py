@@ -247,10 +247,12 @@ def test_a_wrong_mixture_is_refused():
     """What is wrong with a mixture beside other keys."""
     one, twice = "mixture=[{filespec:a,weight:1}]", "mixture=[{filespec:a,weight:1},{filespec:a,weight:2}]"
     stream = ["hf_dataset={path:x,tokenizer:bytes_utf8}", "validation_batches=1"]
+    either = "delete the other, on the command line by mixture=[], or mix the text with the rest: "
     for overrides, text in [
         ([twice], 'mixture[1].filespec = "a": it is in the mixture already: add up the weights'),
         ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens.filespec ends; a mixture and "),
-        ([one, *stream], "hf_dataset.path is set, and so is mixture (command line): expected one of them; "),
+        ([one, *stream], f"hf_dataset.path is set, and so is mixture (command line): expected one of them; {either}"),
+        ([one.replace("a,", "x,"), *stream, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens."),
     ]:
         assert message("flat_tokens.filespec=null", *overrides).startswith(f"command line: {text}")
 

@@ -19,13 +19,13 @@ from several_hosts import logged
 
 from runtime.config import resume
 from runtime.config.command_line import load
-from runtime.config.keys import HuggingFaceDataset
+from runtime.config.keys import HuggingFaceDataset, Source
 from runtime.data import growing
 from runtime.data.batches import Loader
 from runtime.data.growing import GrowingSplit
 from runtime.data.read_ahead import NO_END
 from runtime.data.sources import growing_split
-from runtime.data.split_writer import SplitWriter, open_for_writing
+from runtime.data.split_writer import SplitWriter, open_for_writing, write_split
 from runtime.terminal import RunError
 from train import Config
 
@@ -76,9 +76,9 @@ def split_at(path, *, ahead=0, most=10**6, **keys):
     )
 
 
-def loader(split, *, on=None, batch=4, length=32, **options):
+def loader(split, *, on=None, batch=4, length=32, name="train", **options):
     shape = {"batch": batch, "length": length, "sharding": on or sharding()}
-    return Loader(FlatTokens(None), "train", growing=split, **shape, **options)
+    return Loader(FlatTokens(None), name, growing={"my_texts": split}, **shape, **options)
 
 
 def rows(batch):
@@ -170,6 +170,35 @@ def test_what_other_programs_ask_for(written, monkeypatch):
     assert_refuses(message, loader(split_at(written.with_name("short.zarr"))).__enter__)
 
 
+def test_a_mixture_with_a_data_set(written, tmp_path):
+    """The text has its share of the rows, one after another, beside a data set's, which are shuffled; a loader may
+    begin at any step. In validation each source has its share, in batches of its own; where the text ends first, the
+    pass ends with it. A checkpoint can tell other weights and another data set."""
+    beside = tmp_path / "beside.zarr"
+    for name in ("train", "validation"):
+        write_split(beside, name, [np.full(32, 2000 + row) for row in range(10)], chunk_tokens=64)
+    mixture = [Source(filespec="my_texts", weight=3), Source(filespec=str(beside), weight=1)]
+    with loader(split_at(written), mixture=mixture) as data, loader(split_at(written), mixture=mixture) as jumper:
+        found = np.concatenate([rows(data.load(step)) for step in range(10)])
+        assert_equal(jumper.load(7), data.load(7))
+        assert data.steps is None and data.metrics(9)["tokens_per_source"] == {"my_texts": 960, str(beside): 320}
+        kept = {"files": 3, "rows": [10], "dropped_tokens": 0, "shares": [3, 1], "max_token_id": 2009, "bos_id": 0}
+        assert data.identity == kept
+    is_text = found[:, 0] < 4000
+    np.testing.assert_array_equal(found[is_text].ravel(), TOKENS[: 30 * 32])
+    of_data = found[~is_text][:, 1] // 2 - 2000
+    assert sorted(of_data) == list(range(10)) != of_data.tolist()
+    for weight, batches, counts in ((1, 3, [6, 6]), (50, 10**6, [len(TOKENS) // 32, 2])):
+        mixture[0] = Source(filespec="my_texts", weight=weight)
+        passed = {"name": "validation", "mixture": mixture, "shuffle": False, "batches": batches}
+        with loader(split_at(written), **passed) as data:
+            targets, is_seq_start, is_target = read_all(data)
+            each = (2 * targets + is_seq_start)[is_target[:, 0]]
+        assert [np.sum(each[:, 0] < 4000), np.sum(each[:, 0] >= 4000)] == counts
+        np.testing.assert_array_equal(each[: counts[0]].ravel(), TOKENS[: counts[0] * 32])
+        assert (each[counts[0] :, 1] // 2 - 2000).tolist() == list(range(counts[1]))
+
+
 # ---------------------------------------------------------------- the process
 
 
@@ -187,6 +216,7 @@ def stream(path, root, *, split="train", ahead=1, **keys):
             training=SimpleNamespace(tokens=SimpleNamespace(batch=4, len=32), steps=10**6),
             paths=SimpleNamespace(root_working_dir=str(root), model_name="run"),
             validation_batches=2,
+            mixture=(),
         ),
         split,
     )
@@ -318,10 +348,14 @@ def start(monkeypatch, *overrides):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
-    """Trained straight from a folder, past its end, stopped after 3 of 20 steps and started again, the losses are those
-    of a run that was never stopped. No process is left."""
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path, is_mixed):
+    """Trained straight from a folder, past its end, and beside a data set in a mixture, stopped after 3 of 20 steps and
+    started again, the losses are those of a run that was never stopped. No process is left."""
     where = [f"hf_dataset.path={folder}", f"paths.root_working_dir={tmp_path}", "training.steps=20"]
+    if is_mixed:
+        sources = f"{{filespec:synthetic_dataset.zarr,weight:1}},{{filespec:{folder},weight:3}}"
+        where += [f"mixture=[{sources}]", "model.vocab=1024"]
     assert start(monkeypatch, *where, "paths.model_name=whole") == 0
     assert start(monkeypatch, *where, "paths.model_name=halves", "training.steps=3") == 0
     assert start(monkeypatch, *where, "paths.model_name=halves") == 0

@@ -228,18 +228,21 @@ def bpe(*inputs) -> dict:
 
 @pytest.mark.parametrize("attributes, expected", [
     ([BYTES], 1.0), ([bpe("*.txt", "")], 4.2), ([bpe("*.jsonl", "")], None), ([bpe("", "")], None), ([{}], None),
-    ([BYTES, bpe("*.txt", "")], 1.8), ([BYTES, {}], None), ("bytes_utf8", 1.0), ("gpt2", None),
+    ([BYTES, bpe("*.txt", "")], 1.8), ([BYTES, {}], None), (["bytes_utf8"], 1.0), (["gpt2"], None),
+    ([bpe("*.txt", ""), "bytes_utf8"], 3.4), ([BYTES, "gpt2"], None),
 ])  # fmt: skip
 def test_bytes_per_token(tmp_path, attributes, expected):
     """A token of bytes is one byte; plain text says its average, other data nothing. A mixture, 3 to 1, has the mean by
-    weight if all are known; a stream goes by the config's tokenizer."""
-    stream = HuggingFaceDataset(path="x", tokenizer=attributes) if isinstance(attributes, str) else HuggingFaceDataset()
-    attributes = [BYTES] if stream.path else attributes
-    for index, each in enumerate(attributes):
-        zarr.open_group(tmp_path / str(index), mode="w", attributes=each)
-    sources = [Source(filespec=str(tmp_path / str(index)), weight=3 - 2 * index) for index in range(len(attributes))]
+    weight if all are known; a stream, the last here, goes by the config's tokenizer."""
+    stream, paths = HuggingFaceDataset(), [str(tmp_path / str(index)) for index in range(len(attributes))]
+    for path, each in zip(paths, attributes):
+        if isinstance(each, str):
+            stream = HuggingFaceDataset(path=path, tokenizer=each)
+        else:
+            zarr.open_group(path, mode="w", attributes=each)
+    sources = [Source(filespec=path, weight=3 - 2 * index) for index, path in enumerate(paths)]
     mixture = tuple(sources) if len(sources) > 1 else ()
-    flat_tokens = FlatTokens(filespec=None if mixture else sources[0].filespec)
+    flat_tokens = FlatTokens(filespec=None if mixture or stream.path else paths[0])
     config = SimpleNamespace(flat_tokens=flat_tokens, mixture=mixture, hf_dataset=stream)
     assert bytes_per_token(config) == pytest.approx(expected)
 
