@@ -10,6 +10,7 @@ import jax
 from ledger.count.step import Ledger, of_step
 from ledger.units import gigabytes
 from models import decoding
+from models.huggingface import require_same_program
 from models.mesh import Mesh as FamilyMesh
 from runtime.config.keys import Count
 from runtime.terminal import RunError
@@ -26,6 +27,7 @@ class PlanGenerate(Machine):
 
     program: Literal["generate"]  # plans decoding; without it, a step of training
     model: str  # a run, a checkpoint, or a published folder
+    allow_program_change: bool = False  # as in generate
     rows: Count = 8  # texts that are written at the same time
     length: Count = 2048  # tokens of a prompt and its text
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's
@@ -42,7 +44,8 @@ def title_of(config: PlanGenerate, ledger: Ledger, cache_bytes: int) -> str:
 
 
 def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
-    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split model or rows."""
+    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split model or rows,
+    and as `require_same_program`."""
     mesh = vars(FamilyMesh(**vars(config.mesh)))
     (axis, devices), *_ = vars(config.mesh).items()
     if config.rows % devices:
@@ -50,6 +53,8 @@ def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     with jax.sharding.use_abstract_mesh(abstract_mesh(mesh)), ThreadPoolExecutor() as pool:
         source, model, weights = opened(config.model, mesh, config.compute_dtype, pool)
         require_writer(source)
+        if not config.allow_program_change:
+            require_same_program(source, None, "allow_program_change=true")
         slots = -(-config.length // decoding.SLOTS) * decoding.SLOTS
         decoding.is_planned = True
         try:

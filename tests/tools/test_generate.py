@@ -22,7 +22,7 @@ from models.decoding import Drawn
 from models.mesh import Mesh
 from runtime import program
 from shardlib.mesh import make_mesh
-from tools import convert, embed, generate, ready, score
+from tools import convert, embed, generate, plan, plan_generate, ready, score
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/models/test_decoding.py does
 SENTENCE = "the cat sat on the mat. "
@@ -203,6 +203,7 @@ def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_p
         (score.main, score.Score, [cat_run, text]),
         (convert.main, convert.Convert, [cat_run, tmp_path / "published"]),
         (embed.main, embed.Embed, [cat_run, text, f"to={tmp_path}/vectors.npy"]),
+        (plan.main, plan_generate.PlanGenerate, ["program=generate", f"model={cat_run}"]),
     ]
     for main, config, arguments in programs:
         status, _, error = called(main, config, *arguments)
