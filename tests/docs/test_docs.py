@@ -11,20 +11,20 @@ import shutil
 
 import numpy as np
 import pytest
-from pages import PAGES, ROOT, blocks, copy_of_the_repository, of_language, run_in
+from pages import PAGES, ROOT, blocks, copy_of_the_repository, of_language, run_in, section
 
 import train
 from docs.generate import BLOCK
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import plan
+from tools import convert, plan
 
 # == Commands ==========================================================================================================
 # How many blocks of commands each page has that say `sh`: tests execute these, line by line.
 EXECUTED = {
     "changing.md": 2,  # test_changes_of_another_axis, test_what_a_change_costs
     "data.md": 1,  # test_your_own_text_in_five_commands
-    "finetuning.md": 2,  # test_from_conversations_to_a_model
+    "finetuning.md": 3,  # test_from_conversations_to_a_model, test_pairs_for_t5
     "layer_norm.md": 1,  # tests/test_recipes.py
     "models.md": 5,  # tests/tools/test_convert.py, test_initial_weights.py, test_reading.py, with other folders
 }
@@ -173,7 +173,7 @@ def test_from_conversations_to_a_model(tmp_path):
     """
     run_in(tmp_path, ["python", "-m", "train", *small.split(), *steps])
     run_in(tmp_path, ["python", "-m", "tools.convert", "from=own", "to=smollm2"])
-    make, *lines = "".join(of_language("sh", "docs/finetuning.md")).splitlines()
+    make, *lines = "".join(of_language("sh", "docs/finetuning.md")[:2]).splitlines()
     assert make == "make smollm2" and len(lines) == 5
     for line in lines:
         words = shlex.split(line)
@@ -182,6 +182,44 @@ def test_from_conversations_to_a_model(tmp_path):
         of_steps = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         before, after = (each["validation_loss"] for each in map(json.loads, of_steps) if "validation_loss" in each)
         assert after < before
+
+
+@pytest.mark.slow
+def test_pairs_for_t5(tmp_path):
+    """The commands of docs/finetuning.md on T5, with a small one, train all weights: the loss falls, and the run
+    answers as the pairs do and ends there. With `lora.rank` adapters alone are trained, in encoder and decoder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    copy_of_the_repository(tmp_path)
+    shutil.copytree(ROOT / "tests/models/golden/t5", tmp_path / "t5")
+    answers = {"morning": "sun rises", "evening": "sun sets"}
+    words = ["<pad>", "</s>", *answers, "sun", "rises", "sets"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<pad>"))
+    tokenizer.add_special_tokens(words[:2])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    convert.write_tokenizer(tmp_path / "t5", tokenizer.to_str(), about)
+    pairs = [(" ".join([word] * n), answer) for n in range(50, 200) for word, answer in answers.items()]
+    lines = [json.dumps({"in_text": read, "out_text": written}) for read, written in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    (tmp_path / "two.jsonl").write_text("\n".join(lines[:2]))
+
+    ((_, block),) = section("docs/finetuning.md", "T5")
+    tokenize, learn = map(shlex.split, block.splitlines())
+    run_in(tmp_path, tokenize)
+    for name, keys in ("pairs", []), ("adapters", ["paths.model_name=adapters", "lora.rank=8"]):
+        run_in(tmp_path, [*learn, "training.learning_rate=3e-2", *keys])
+        steps = list(map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()))
+        losses = [each["validation_loss"] for each in steps if "validation_loss" in each]
+        assert losses[-1] < losses[0] < steps[0]["loss"]
+    trained = {key.removeprefix("grad_norm_of/") for key in steps[0] if key.startswith("grad_norm_of/")}
+    matrices = {f"{each}_{x}" for each in ("encoder/w", "decoder/w", "decoder/cross") for x in "qkvo"}
+    assert {f"{each}/{factor}" for each in matrices for factor in "ab"} < trained
+    assert all(each.endswith(("/a", "/b")) for each in trained)
+    ask = "python -m tools.generate runs/pairs input=two.jsonl prompt_field=in_text temperature=0 output=jsonl"
+    found = [json.loads(line) for line in run_in(tmp_path, ask.split()).splitlines()]
+    assert [(each["text"], each["ended"]) for each in found] == [(answer, True) for answer in answers.values()]
 
 
 # == Links =============================================================================================================
