@@ -79,7 +79,8 @@ def main(config: Convert) -> None:
             dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
             with written_whole(to) as folder:
                 export(source, folder, dtype, pool, fields_of(source) if source.config is None else None)
-                copy_tokenizer(source.folder, folder, begins=source.config is None)
+                writes = getattr(source.family, "KIND", "") == "decoder"
+                copy_tokenizer(source.folder, folder, begins=writes and source.config is None)
             if capacity := getattr(source.model, "capacity", None):
                 print_error(
                     f"model.capacity = {capacity}: this may drop tokens, the published model drops none", "note"

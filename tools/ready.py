@@ -187,7 +187,8 @@ def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
             require_same_program(source, None, "allow_program_change=true")
         shapes = with_shardings(shapes, narrowed(family.Weights, shapes))
         weights = restored(source, model, shapes, pool)
-    tokenizer, (start, end) = _tokenizer(source)
+    tokenizer = _tokenizer(source)
+    start, end = around(source, tokenizer)
     decoder_start = None
     if family.KIND == "both":
         decoder_start = whole_number(source.decoder_start, f"{source.folder}: decoder_start_token_id", 0, model.vocab)
@@ -205,7 +206,7 @@ def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
         generator: Any = Reader(family, model, weights, mask_of(source, tokenizer))
     else:
         generator = Generator(
-            family, model, weights, _ends(source, tokenizer), decoder_start, getattr(config, "weights", None)
+            family, model, weights, ends_of(source, tokenizer), decoder_start, getattr(config, "weights", None)
         )
     return ReadyModel(generator, source, tokenizer, start, end, length)
 
@@ -228,27 +229,30 @@ def mask_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
 Around = tuple[tuple[int, ...], tuple[int, ...]]  # ids that stand before a text, and behind it
 
 
-def _tokenizer(source: Source) -> tuple[Tokenizer | None, Around]:
-    """A run's tokenizer, whose sequences all begin with bos_id but for an encoder; or a published one, which says what
-    stands around a text."""
-    kind = "encoder" if source.family is None else source.family.KIND
+def _tokenizer(source: Source) -> Tokenizer | None:
     tokenizer = kept_tokenizer(source.folder)
-    if source.config is None:
-        if tokenizer is None:  # an older run did not keep it: its data has it
-            data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")
-            tokenizer = data and load_dataset_tokenizer(data)
-        return tokenizer, (() if tokenizer is None or kind == "encoder" else (tokenizer.bos_id,), ())
+    if tokenizer is None and source.config is None:  # an older run did not keep it: its data has it
+        data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")
+        return data and load_dataset_tokenizer(data)
     if tokenizer is None and (source.folder / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(str(source.folder))
+        return load_tokenizer(str(source.folder))
+    return tokenizer
+
+
+def around(source: Source, tokenizer: Tokenizer | None) -> Around:
+    """The ids that a model reads around a text: as its published tokenizer says; else bos_id, but for an encoder."""
+    family: Any = source.family
     if tokenizer is None:
-        return None, ((), ())
-    around = tuple(tokenizer.backend.encode("", add_special_tokens=True).ids)
-    if kind == "both":  # T5's add nothing but an end
-        return tokenizer, ((), around)
-    return tokenizer, (around[:1], around[1:] if kind == "encoder" else ())
+        return (), ()
+    ids = tuple(tokenizer.backend.encode("", add_special_tokens=True).ids) if tokenizer.json else ()
+    if family.KIND == "both":  # T5's add nothing but an end
+        return (), ids
+    if source.config is None or not tokenizer.json:
+        return () if family.KIND == "encoder" else (tokenizer.bos_id,), ()
+    return ids[:1], ids[1:] if family.KIND == "encoder" else ()
 
 
-def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
+def ends_of(source: Source, tokenizer: Tokenizer | None) -> list[int]:
     """The tokens that end a text: as published, or the tokenizer's end token."""
     ends = (source.config or {}).get("eos_token_id")
     if ends is None and tokenizer:

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from models.decoding import Generator, devices_of_rows
-from models.huggingface import Source
+from models.huggingface import Source, open_weights
 from models.likelihoods import Packed, Pair, mapped, masked_one_by_one, pack, written
 from models.mesh import placed
 from models.reading import Reader
@@ -24,7 +25,7 @@ from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
 from runtime.terminal import RunError, install, needs_package, progress, run_errors
 from tools.hosts import from_first, is_first, note, shared
-from tools.ready import ReadyModel, Writing, write
+from tools.ready import ReadyModel, Writing, around, ends_of, write
 
 INSTALL = install("score")
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -315,6 +316,10 @@ class InRun:
         if judge is not None:
             self.metrics += [f"score/{name}" for name in judge.metrics]
         self.model, self.tokenizer, self.whole, self.special_id = config.model, tokenizer, whole, special_id
+        self.published = None  # the config.json of the first weights: it decides what stands around a text
+        if config.initial_weights is not None:
+            with ThreadPoolExecutor(1) as pool:
+                self.published = open_weights(config.initial_weights, pool).config
         length = config.training.tokens.len
         self.config = Scoring(length=length, tokens=min(Scoring.tokens, length // 2))
         self.scorer: Scorer | None = None
@@ -324,16 +329,15 @@ class InRun:
         in the type of activations, while it lasts."""
         weights = self.whole(weights)
         if self.scorer is None:
-            end = self.tokenizer.id_of("eos_token")
-            ends = [] if end is None else [end]
-            start = () if self.family.KIND == "encoder" else (self.tokenizer.bos_id,)
+            source = Source(None, self.family, self.model, Path(), self.published)
             if self.family.KIND == "encoder":
                 generator: Any = Reader(self.family, self.model, weights, self.special_id)
             else:
                 decoder_start = self.special_id if self.family.KIND == "both" else None
+                ends = ends_of(source, self.tokenizer)
                 generator = Generator(self.family, self.model, weights, ends, decoder_start)
-            source = Source(None, self.family, self.model, Path())
-            ready = ReadyModel(generator, source, self.tokenizer, start, (), self.config.length)
+            start, end = around(source, self.tokenizer)
+            ready = ReadyModel(generator, source, self.tokenizer, start, end, self.config.length)
             self.scorer = Scorer(ready, self.config.rows, self.config.length)
         else:
             generator = self.scorer.ready.generator

@@ -102,7 +102,7 @@ def main(config: TokenizeText) -> None:
         if not state or state["made_by"] != made_by or config.overwrite:
             refuse_what_is_there(config, dataset, made_by)
             state = {"made_by": made_by, "position": None, "splits": {}, "counts": {}}
-            begin(dataset, with_template(tokenizer or trained_tokenizer(config, files, template), config), state)
+            begin(dataset, as_written(tokenizer or trained_tokenizer(config, files, template), config), state)
         tokenizer = load_dataset_tokenizer(config.output)
         assert tokenizer is not None  # begin() put it there
         counts = write(config, files, dataset, tokenizer, state)
@@ -312,11 +312,28 @@ def read_template(config: TokenizeText) -> str | None:
         return read_text(os.path.expanduser(config.chat_template)) if config.chat_template else None
 
 
-def with_template(tokenizer: Tokenizer, config: TokenizeText) -> Tokenizer:
+def as_written(tokenizer: Tokenizer, config: TokenizeText) -> Tokenizer:
+    """The tokenizer with what the documents have: a chat template; and `end`, if it is a token, as the one that ends a
+    text, and in pairs also what an encoder reads."""
+    if config.end and tokenizer.json and (end := tokenizer.backend.token_to_id(config.end)) is not None:
+        special = {**tokenizer.special_tokens, "eos_token": config.end}
+        tokenizer = dataclasses.replace(tokenizer, special_tokens=special)
+        if config.format == "pairs" and tokenizer.backend.encode("", add_special_tokens=True).ids != [end]:
+            tokenizer = dataclasses.replace(tokenizer, json=ending(tokenizer, config.end, end))
     if config.format == "chat" and not tokenizer.chat_template:
         print_line(f"the tokenizer {config.tokenizer} has no chat template: chats are written as ChatML")
         tokenizer = dataclasses.replace(tokenizer, chat_template=CHATML)
     return tokenizer
+
+
+def ending(tokenizer: Tokenizer, token: str, number: int) -> str:
+    """The tokenizer's json with a token behind each text, as T5's has."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import processors
+
+    backend = Backend.from_str(tokenizer.json)
+    backend.post_processor = processors.TemplateProcessing(f"$A {token}", special_tokens=[(token, number)])
+    return backend.to_str()
 
 
 def trained_tokenizer(config: TokenizeText, files: list[File], template: str | None) -> Tokenizer:

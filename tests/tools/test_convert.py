@@ -75,7 +75,7 @@ def test_the_end_of_a_turn_goes_with_the_weights(run, pool, tmp_path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert run(folder, tmp_path / "in")[0] == 0
     (tmp_path / "in/generation_config.json").unlink()
-    assert ready._ends(huggingface.open_weights(str(tmp_path / "in"), pool), None) == [2, 7]
+    assert ready.ends_of(huggingface.open_weights(str(tmp_path / "in"), pool), None) == [2, 7]
     assert run(tmp_path / "in", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
 

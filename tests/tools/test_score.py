@@ -19,6 +19,7 @@ from published import FOLDER, NAMES, on_mesh, weights_of
 
 from models import huggingface, likelihoods
 from models.decoding import Generator, Programs
+from runtime.data import tokenizers
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError
@@ -305,13 +306,38 @@ def test_what_is_refused(said, arguments, message):
     assert message in said(FOLDER / "llama", *arguments, status=1)
 
 
+def words():
+    """A tokenizer of whole words, 3 for unknown ones, which puts <a> and <b>, 1 and 2, around a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "<a>": 1, "<b>": 2, "?": 3}, "?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing("<a> $A <b>", special_tokens=[("<a>", 1), ("<b>", 2)])
+    return tokenizers.Tokenizer(name="words", bos_id=0, json=made.to_str())
+
+
+@pytest.mark.parametrize("kind, own, published", [
+    ("decoder", ((0,), ()), ((1,), ())), ("encoder", ((), ()), ((1,), (2,))), ("both", ((), (1, 2)), ((), (1, 2))),
+])  # fmt: skip
+def test_what_stands_around_a_text(kind, own, published):
+    """A run's own texts begin with bos_id if it writes; a published tokenizer says what a text has around it, and what
+    an encoder-decoder reads behind it. Bytes have nothing but bos_id."""
+    source = huggingface.Source(None, SimpleNamespace(KIND=kind), None, None)
+    assert ready.around(source, words()) == own
+    source = dataclasses.replace(source, config={})
+    assert ready.around(source, words()) == published
+    bytes_ = tokenizers.load_tokenizer("bytes_utf8")
+    assert ready.around(source, bytes_) == ((0,) if kind == "decoder" else (), ())
+    assert ready.around(source, None) == ((), ())
+
+
 # == While a run trains ================================================================================================
 EXAM = [{"context": "the cat sat", "choices": ["on the mat.", "in a hat"], "answer": 0}]
 
 
 def in_training(source, **keys):
     """What a run's config says to score."""
-    keys = {"eval_tasks": (), "eval": Harness(), **keys}
+    keys = {"eval_tasks": (), "eval": Harness(), "initial_weights": None, **keys}
     return SimpleNamespace(
         model=source.model, num_hosts=1, training=SimpleNamespace(tokens=SimpleNamespace(len=32)), **keys
     )
@@ -334,6 +360,12 @@ def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool):
         f"score/{task.rsplit('/')[-1]}/{metric}": value for (task, metric), value in expected.items()
     }
     assert sorted(scorer.metrics) == sorted(found)
+    config.initial_weights = FOLDER / "llama"  # published: their config and tokenizer say what ends and begins a text
+    with on_mesh(1, 1):
+        scorer = tasks.InRun(config, words(), lambda trained: trained, 0)
+        scorer(weights)
+    ends = json.loads((FOLDER / "llama/config.json").read_text())["eos_token_id"]
+    assert scorer.scorer.ready.start == (1,) and scorer.scorer.ready.generator.ends.tolist() == [ends]
     with pytest.raises(RunError, match=r"^eval_tasks, eval.harness: expected data that name their tokenizer$"):
         tasks.InRun(config, None, None, 0)
 

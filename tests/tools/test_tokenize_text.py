@@ -332,9 +332,11 @@ def test_weights(tmp_path):
 
 
 def test_what_ends_a_document(tmp_path):
-    """It follows a text, an answer and the last segment, and is a target; the encoder's text ends with it too."""
+    """It follows a text, an answer and the last segment, and is a target; the encoder's text ends with it too. If it is
+    a token, a text that is written ends there, and the tokenizer puts it behind what an encoder reads."""
     record = {"text": "ab", "in_text": "q", "out_text": "a", "segments": [{"text": "q", "weight": 0}, {"text": "ab"}]}
     source = write_lines(tmp_path / "a.jsonl", [record])
+    of_bpe = ["tokenizer=train_bpe", "bpe_vocab=270", "end='<|endoftext|>'"]
     for format, texts, targets in (
         ("text", ["ab</s>"], None),
         ("prompt", ["qa</s>"], [[0] + [1] * 5]),
@@ -345,6 +347,10 @@ def test_what_ends_a_document(tmp_path):
         tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
         found, _, is_target = sequences(tmp_path / "x.zarr")
         assert found == texts and (is_target and [each.tolist() for each in is_target]) == targets
+        tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options, *of_bpe)
+        tokenizer = load_dataset_tokenizer(tmp_path / "x.zarr")
+        assert tokenizer.id_of("eos_token") == 0
+        assert tokenizer.backend.encode("", add_special_tokens=True).ids == [0] * (format == "pairs")
 
 
 @pytest.mark.parametrize("too_long", ["refuse", "truncate", "drop"])
