@@ -132,9 +132,10 @@ def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...
     """
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):  # the syntax since jax 0.11
         of_mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        said = re.findall(r"'(\w+)'", named[2])
-        if of_mesh == mesh_axes and named[2] == ",".join(f"'{axis}'" for axis in said):
-            return tuple(axis for axis, size in mesh_axes.items() if axis in said and size > 1)
+        said, several = re.findall(r"'(\w+)'", named[2]), [item for item in mesh_axes.items() if item[1] > 1]
+        is_mesh = [item for item in of_mesh.items() if item[1] > 1] == several
+        if is_mesh and named[2] == ",".join(f"'{axis}'" for axis in said):
+            return tuple(axis for axis, _ in several if axis in said)
     shape = tuple(mesh_axes.values())
     devices = math.prod(shape)
     match = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
