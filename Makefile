@@ -52,15 +52,16 @@ test-model: $(VENV)/tests  ## the step against its reference; within two minutes
 	  -m "not slow" -n 2 --dist worksteal
 
 NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py tests/test_typed.py \
-  tests/test_shardtypes.py tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py
+  tests/test_shardtypes.py tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py \
+  tests/test_model.py tests/ledger/compiled tests/tools/test_plan_generate.py
 
 NEWER := $(if $(PYTHON312),$(NEWER_JAX:%=$(VENV)-jax-%/tests))
 
 environments: $(VENV)/tests $(NEWER)  ## all that tests run in; -j2 makes them side by side
 
-test-newer-jax: $(NEWER)  ## shardlib and its proof on newer releases of JAX
+test-newer-jax: $(NEWER)  ## shardlib, its proof and compiled steps on newer releases of JAX
 ifeq ($(PYTHON312),)
-	@echo "skipped: shardlib on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here" \
+	@echo "skipped: tests on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here" \
 	  "(make test-newer-jax PYTHON312=...)"
 else
 	for jax in $(NEWER_JAX); do \
