@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from scipy.special import erf, log_softmax
 from models import bert, huggingface, llama, t5
 from models.decoding import Generator
 from models.reading import Reader
+from runtime.terminal import RunError
 from tools import embed, generate, ready, score, tasks
 
 MESHES = [*small.slow((1, 1)), (2, 2)]
@@ -201,12 +204,17 @@ def test_bert_is_scored_by_masking_one_token_after_the_other(published_bert, cal
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
-def test_vectors_of_a_file(published_bert, called, pool, tmp_path):
-    """The vectors of texts and of a pair are those of `Reader`, on any mesh; an existing file is not overwritten."""
+def test_vectors_of_a_file(published_bert, called, monkeypatch, pool, tmp_path):
+    """The vectors of texts and of a pair are those of `Reader`, on any mesh; an existing file is not overwritten. Each
+    batch is as long as its longest text, rounded up."""
+    batches = mock.Mock(side_effect=embed.batch_of)
+    monkeypatch.setattr(embed, "batch_of", batches)
+    monkeypatch.setattr(embed, "SLOTS", 2)
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "w5 w8 w9"}\n{"text": ["w5", "w6 w7"]}\n{"text": "w1"}\n')
     run = functools.partial(called, embed.main, embed.Embed, published_bert, lines)
     assert run(f"to={tmp_path}/one.npy", "rows=2")[0] == 0
+    assert [call.args[1] for call in batches.mock_calls] == [6, 4]
     assert run(f"to={tmp_path}/two.npy", "mesh.d=2", "mesh.t=2", "is_unit=true")[0] == 0
     found, unit = np.load(tmp_path / "one.npy"), np.load(tmp_path / "two.npy")
     tokens, kinds = np.array([[1, 9, 2, 10, 11, 2]] * 2), np.array([[0, 0, 0, 1, 1, 1]] * 2)
@@ -218,6 +226,16 @@ def test_vectors_of_a_file(published_bert, called, pool, tmp_path):
     assert "expected a file in .npy that is not there yet" in run(f"to={tmp_path}/one.npy")[2]
     lines.write_text('{"text": 3}\n')
     assert "line 1: expected an object whose field text is a text" in run(f"to={tmp_path}/three.npy")[2]
+
+
+def test_texts_that_have_no_vector():
+    """Two where the model knows no pairs, and one that is longer than it reads."""
+    source = SimpleNamespace(model=None)
+    model = SimpleNamespace(start=(1,), end=(), length=4, source=source, encoded=lambda text: [5] * len(text))
+    assert embed.ids_of(model, ["abc"]) == ([1, 5, 5, 5], 4)
+    for texts, said in ((["a", "b"], "models that know pairs"), (["abcd"], "'abcd': 5 tokens, expected 1 to 4: ")):
+        with pytest.raises(RunError, match=said):
+            embed.ids_of(model, texts)
 
 
 # == The check =========================================================================================================
