@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from pages import ROOT
 
 import train
+from runtime.data.flat_tokens import open_split
 from runtime.terminal import RunError
 from tools import benchmark
 
@@ -108,12 +110,22 @@ def test_mistakes_are_said_before_anything_runs(run, arguments):
 
 
 def test_the_jobs(monkeypatch, run):
-    """device=cpu is three jobs; configs come first. A job that was not measured is an error."""
+    """device=cpu is three jobs, of two steps or more; configs come first. A job that was not measured is an error."""
     asked = []
     monkeypatch.setattr(benchmark, "measure_all", lambda _, jobs: asked.append(jobs) or [])
-    for keys in (["device=cpu"], ["device=cpu", "configs=[local_18m a.b=1,z]"]):
+    for keys in (["device=cpu", "steps=2"], ["device=cpu", "configs=[local_18m a.b=1,z]"]):
         assert run(*keys)[0] == 1
     assert asked == [benchmark.cpu_jobs(train), ("local_18m a.b=1", "z")]
+
+
+def test_random_data_of_pairs(monkeypatch, tmp_path):
+    """A model with an encoder gets, row after row, what it reads and what it writes."""
+    monkeypatch.chdir(ROOT)
+    job = "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.batch=4 training.tokens.read_len=8"
+    config = benchmark.config_of(benchmark.Benchmark(program="train_any"), job, str(tmp_path))
+    benchmark.write_random_data(config, "train_any")
+    lengths = np.diff(open_split(tmp_path / "data", "train").seq_starts[:].astype(int))
+    assert lengths[lengths > 0].tolist() == [8, config.training.tokens.len] * 4 * benchmark.STEPS_OF_DATA
 
 
 class Inline:
