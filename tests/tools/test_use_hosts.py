@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 import several_hosts as hosts
+from jax.experimental import multihost_utils
 from several_hosts import nothing_is_left  # noqa: F401 a fixture
 
 from models.decoding import Drawing
@@ -131,6 +133,18 @@ def test_two_processes_score_while_they_train(cat_run, tmp_path):
     ]
     assert len(of_one) == 2 and of_two == of_one
     assert (tmp_path / "two/samples.txt").read_text() == (tmp_path / "one/samples.txt").read_text()
+
+
+def test_several_processes_share_json(monkeypatch):
+    """All get the first one's value, of any length: keys are texts then, and tuples lists."""
+    sent = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or x)
+    value, expected = {1: (1, 2), "text": "é" * 1000}, {"1": [1, 2], "text": "é" * 1000}
+    assert shared(value) == expected
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda _: sent.pop(0))
+    assert shared() == expected and not sent
 
 
 def test_one_process_sends_nothing():
