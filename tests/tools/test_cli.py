@@ -36,6 +36,15 @@ def test_it_says_what_there_is(arguments, says, monkeypatch, capsys):
     assert says in said
 
 
+def test_a_command_runs_its_module(monkeypatch, capsys):
+    """As `python -m` does, with the rest of the arguments; it adds nothing to what the module prints."""
+    monkeypatch.setattr(sys, "argv", ["clearshard", "plan", "hosts=1"])
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    monkeypatch.setattr(cli.runpy, "run_module", lambda name, **_: print(name, *sys.argv, sys.path))
+    cli.main()
+    assert capsys.readouterr().out == "tools.plan clearshard plan hosts=1 ['', 'elsewhere']\n"
+
+
 @pytest.mark.slow
 def test_the_wheel_runs(tmp_path):
     """An installed clearshard finds its configurations and its templates, outside of the repository."""

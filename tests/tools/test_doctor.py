@@ -4,6 +4,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -92,7 +93,7 @@ def test_a_mesh_that_the_devices_are_too_few_for(run):
 
 
 def test_devices_that_jax_cannot_start(monkeypatch, run):
-    """A driver that does not work is a finding."""
+    """A driver that does not work is a finding; a host that does not come ends the job."""
 
     def devices():
         raise RuntimeError("Unable to initialize backend 'cuda': no driver")
@@ -102,6 +103,8 @@ def test_devices_that_jax_cannot_start(monkeypatch, run):
     assert status == 1 and error.startswith("error: missing or broken: devices; ")
     said = "WRONG devices JAX does not start: Unable to initialize backend 'cuda': no driver fix: nvidia-smi"
     assert said in words(text)
+    monkeypatch.setattr(doctor, "start", mock.Mock(side_effect=doctor.RunError("host 2 does not come")))
+    assert run("num_hosts=2") == (1, "", "error: host 2 does not come\n")
 
 
 def test_versions_against_the_tested_ones(monkeypatch):

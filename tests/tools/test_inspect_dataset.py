@@ -158,6 +158,7 @@ def test_a_violation_is_found(data, capsys, name):
     joined = " ".join(lines)
     for text in expected:
         assert text.replace("DATA", str(data)) in joined, joined
+    assert "; so are 0 more" not in joined
     assert lines[-1] == f"error: {data}: {count} violation{'s' * (count > 1)} of the format"
     assert "validation" in lines
 

@@ -38,12 +38,12 @@ CASES = [
 
 # == Log likelihoods ===================================================================================================
 def test_a_shorter_model_is_named(capsys):
-    """What is read at once is at most what the model knows."""
+    """What is read at once is at most what the model knows; nothing is said where it knows as much."""
     family = SimpleNamespace(KIND="both", __name__="models.t5")
     source = SimpleNamespace(family=family, model=None, folder=None)
     with on_mesh(1, 1), mock.patch.object(tasks, "Reader"):
         made = tasks.Scorer(ready.ReadyModel(None, source, None, (), (), 64), rows=2, length=100)
-    assert made.length == 64
+    assert made.length == 64 == made.ready.at_most(64)
     assert capsys.readouterr().err == "note: length = 64, not 100: the model knows no longer texts\n"
 
 

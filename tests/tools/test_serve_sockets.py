@@ -444,7 +444,7 @@ def test_a_template_that_does_not_end(running, template, said):
     (["port=0"], "port = 0: expected a whole number from 1 to 65535"),
     (["host="], 'host = "": expected text, not empty'),
     (["api_key="], 'api_key = "": expected text, not empty'),
-    (["rows=2147483647"], "rows = 2147483647: expected a whole number from 1 to 4096"),
+    (["rows=4097"], "rows = 4097: expected a whole number from 1 to 4096"),
     (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of 2, the devices that share them"),
     (["host=no.such.host.invalid"], "host=no.such.host.invalid port=8000 cannot be listened on: "),
 ])  # fmt: skip
