@@ -314,7 +314,7 @@ def test_too_many_are_told_to_come_again():
                 each.cancel()
             return refused, many, stops
 
-    refused, many, stops = asyncio.run(ask())
+    refused, many, stops = asyncio.run(asyncio.wait_for(ask(), 60))
     assert refused == [401, 401]
     assert (many.status_code, many.headers["Retry-After"]) == (429, "1")
     assert many.json()["error"]["message"] == "too many wait"

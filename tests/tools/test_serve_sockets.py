@@ -408,6 +408,13 @@ def test_a_device_that_fails(running, capfd):
     assert capfd.readouterr().err.count("RuntimeError: the device is gone") == 2
 
 
+@pytest.mark.parametrize("ids, reason", [([], "length"), ([2, 5], "length"), ([5, 2], "stop")])
+def test_why_an_answer_ended(ids, reason):
+    """Its last token is one of the model's ends, or it has as many as it may."""
+    text = SimpleNamespace(ids=ids, has_ended=False, ready=SimpleNamespace(generator=SimpleNamespace(ends=[2])))
+    assert engine.Answer([], None, text, None).reason == reason
+
+
 def test_the_engine_draws_and_does_nothing_else(running, monkeypatch):
     """Texts, templates and stops are other threads' work."""
     threads, add, render = set(), ready.Text.add, Tokenizer.encode_prompt
