@@ -240,8 +240,9 @@ def test_neighbours():
 
 def test_the_search_finds_the_best(monkeypatch):
     """The search ends at the best mesh and policy after a few ways when the time falls towards them; what does not fit
-    comes last, and microbatches are the fewest that fit."""
+    comes last, and microbatches are the fewest that fit. It begins with as many devices along an axis as can be."""
     config = scaled("hardware=h200", "hosts=64", "size=70b", "training.tokens.batch=512")
+    assert plan_sweep.filled(config, ["t", "d"], 512) == {**dict.fromkeys("prce", 1), "t": 8, "d": 64}
     best = {"p": 1, "r": 2, "d": 32, "c": 4, "e": 1, "t": 2}
 
     def counted(config, machine, mesh, keys):
