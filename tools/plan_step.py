@@ -118,9 +118,8 @@ def shaped(config: Any, mesh: dict[str, int], **training: Any) -> Any:
     """The config on another mesh, with these keys of training."""
     devices = math.prod(mesh.values())
     per_host = min(config.per_host, devices)
-    hosts = max(devices // per_host, 1)
     sizes, keys = dataclasses.replace(config.mesh, **mesh), dataclasses.replace(config.training, **training)
-    return changed(config, mesh=sizes, training=keys, hosts=hosts, devices_per_host=per_host)
+    return changed(config, mesh=sizes, training=keys, hosts=devices // per_host, devices_per_host=per_host)
 
 
 def trace(
