@@ -246,6 +246,7 @@ def test_half_of_a_surrogate_pair(cat_run, said, prompt, tmp_path):
 
 
 PUBLISHED = {"max_position_embeddings": "the length of a row (max_position_embeddings)", "eos_token_id": "eos_token_id"}
+NUMBERS = {"max_position_embeddings": "1 to 2147483647", "eos_token_id": "0 to 4294967295"}
 
 
 @pytest.mark.parametrize("value", ["x", -1, 1.5, True, {}, [[]], ["a"], 10**30, "\ud800"])
@@ -261,19 +262,24 @@ def test_a_published_value_of_another_kind(said, tmp_path, monkeypatch, file, ke
     content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
     (folder / file).write_text(json.dumps(content | {key: value}))
     text = said(folder, "prompt_ids=[3]", "tokens=1", status=1)
-    assert f"{PUBLISHED[key]} = " in text and "expected a whole number from " in text and text.count("\n") == 1
+    assert f"{PUBLISHED[key]} = " in text and text.count("\n") == 1
+    assert text.endswith(f": expected a whole number from {NUMBERS[key]}\n")
 
 
 def test_published_values_that_are_none(said, tmp_path, monkeypatch):
-    """null is nothing, and an end beyond the vocabulary is never drawn."""
+    """null is nothing, and an end beyond the vocabulary is never drawn; another is a text's last token."""
     monkeypatch.setattr(generate, "ready_model", READY_MODEL)
     shutil.copytree(FOLDER / "llama", tmp_path / "llama")
     file = tmp_path / "llama/config.json"
-    given = [tmp_path / "llama", "prompt_ids=[3]", "tokens=4", "temperature=0", "output=ids"]
-    expected = said(*given)
+    *given, ids = [tmp_path / "llama", "prompt_ids=[3]", "tokens=4", "temperature=0", "output=ids"]
+    expected = said(*given, ids)
     changed = json.loads(file.read_text()) | {"max_position_embeddings": None, "eos_token_id": [10**9]}
     file.write_text(json.dumps(changed))
-    assert len(said(*given).split()) == 4 >= len(expected.split())
+    found = [*map(int, said(*given, ids).split())]
+    assert len(found) == 4 >= len(expected.split())
+    file.write_text(json.dumps(changed | {"eos_token_id": found[0]}))
+    record = json.loads(said(*given, "output=jsonl"))
+    assert record["ids"] == found[:1] and record["ended"]
 
 
 ODD = [
