@@ -156,6 +156,33 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
         assert lines == [{"config": TINY}] and file.read_text() == f'{{"config": "{TINY}"}}\n' * times
 
 
+def test_a_line_is_of_the_median_step(tmp_path):
+    """Time, its spread and the shares of the peak are those of the middle of the steps after warming up, processor time
+    is their mean, and a device's peak of memory is the last one."""
+    times = np.array([90.0, 90, 90, 4, 1, 2, 5, 3])  # three to warm up
+    lines = [
+        {"step_time_s": t, "step_cpu_s": t, "mfu": t / 2, "hfu": t / 4, "mfu_6nd": None, "device_peak_memory_bytes": n}
+        for n, t in enumerate(times, 1)
+    ]
+    start = {"compiled": {"compile_s": 7.0, "predicted_step_time_s": 2.5, "peak_memory_bytes": 1}, "packages": {}}
+    start |= dict.fromkeys(("cpu", "cpu_cores", "python", "XLA_FLAGS"))
+    ledger = {"mesh": {"d": 2, "t": 3}, "tokens": 60, "flops_6nd": 9e9}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, content in (("starts.jsonl", start), ("ledger.json", ledger)):
+        (tmp_path / name).write_text(json.dumps(content))
+    found = benchmark.line_of("job", tmp_path)
+    expected = {
+        "devices": 6,
+        "tokens_per_s": 20,
+        "step_time_s": 3,
+        "step_time_spread_s": 2,
+        "step_cpu_s": 3,
+        "mfu": 1.5,
+    }
+    expected |= {"hfu": 0.75, "mfu_6nd": None, "gflops_6nd": 3, "peak_memory_bytes": 8, "compile_s": 7}
+    assert {key: found[key] for key in expected} == expected and list(found) == KEYS
+
+
 def test_a_step_that_is_refused(monkeypatch, capsys):
     """A job whose sizes the mesh cannot split is one message, no traceback, and the next one is measured."""
     monkeypatch.chdir(ROOT)
