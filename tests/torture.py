@@ -1,6 +1,6 @@
 """Ends real runs with signals at random moments, and takes from them disk, files and stores: nothing may be lost.
 
-    python -m tests.torture                          # 300 signals, then each fault; half an hour on two cores
+    python -m tests.torture                          # 150 signals, then each fault; half an hour on two cores
     python -m tests.torture kills=20 faults=[] seed=1
     python -m tests.torture program=train_any         # adapters, on a model that train.py trains first
 
@@ -66,7 +66,7 @@ class Torture:
     folder: str = "runs/torture"  # emptied first; holds the run folders and the log of each life
     program: Literal["train", "train_any"] = "train"  # whose runs they are
     seed: int = 0  # of the moments and the signals
-    kills: int = 300  # signals
+    kills: int = 150  # signals
     faults: tuple[str, ...] = FAULTS  # each in turn, three runs with it
 
 

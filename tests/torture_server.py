@@ -1,6 +1,6 @@
 """Attacks a server over its sockets: it answers as before, its memory stays, and it still ends when it is told to.
 
-    python -m tests.torture_server                   # an hour
+    python -m tests.torture_server                   # a quarter of an hour
     python -m tests.torture_server minutes=2 seed=1
 
 An attack is a request with an odd value, an odd head, or random bytes, which may be damaged, sent slowly or in part, by
@@ -69,7 +69,7 @@ STARTS = [
 class TortureServer:
     folder: str = "runs/torture_server"  # emptied first; holds the model and the server's log
     seed: int = 0  # of the attacks
-    minutes: float = 60.0
+    minutes: float = 15.0
 
 
 def main(config: TortureServer) -> None:

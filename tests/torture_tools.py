@@ -1,6 +1,6 @@
 """Ends the programs that write files, runs apart, with signals at random moments: nothing is lost, half or different.
 
-    python -m tests.torture_tools                    # 600 signals, some minutes on two cores
+    python -m tests.torture_tools                    # 240 signals, some minutes on two cores
     python -m tests.torture_tools kills=40 seed=1
 
 A program is ended at random moments of its work and, half of the time, just after what it writes has appeared or grown.
@@ -65,7 +65,7 @@ JOBS = {
 class TortureTools:
     folder: str = "runs/torture_tools"  # emptied first; holds inputs, outputs and the log of each life
     seed: int = 0  # of the moments and the signals
-    kills: int = 600  # signals
+    kills: int = 240  # signals
     only: tuple[str, ...] = tuple(JOBS)  # of JOBS
 
 
