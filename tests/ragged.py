@@ -58,6 +58,18 @@ def assert_equal(left, right):
         np.testing.assert_array_equal(a, b)
 
 
+@dataclasses.dataclass(frozen=True)
+class HostSharding:
+    """What one of several hosts sees of a sharding: its own devices."""
+
+    whole: jax.sharding.Sharding
+    devices: frozenset
+
+    def addressable_devices_indices_map(self, shape):
+        whole = self.whole.devices_indices_map(shape)
+        return {device: index for device, index in whole.items() if device in self.devices}
+
+
 def assert_refuses(message, function, *args, **kwargs):
     """Asserts the whole message, in which … stands for anything."""
     with pytest.raises(RunError) as error:

@@ -195,7 +195,7 @@ class Loader:
 
     def begin(self) -> None:
         """Waits for the first rows of a split that is still being written; for all that an unshuffled pass reads."""
-        for source, count in zip(self._sources, self._counts.tolist()):
+        for source, count in zip(self._sources, self._counts.tolist(), strict=True):
             if source.name in self._growing:
                 source.rows.reach(1 if self._shuffle else count)
         if self._growing:
@@ -340,4 +340,9 @@ class Loader:
             rows = np.flatnonzero(there & (sources == index))
             for at, buffer, place in source.find(ordinals[rows]):
                 tokens[rows[at]], weight[rows[at]] = buffer.tokens[place], buffer.weight[place]
+        if self._growing and self._shuffle:  # the first host asks for all, and may itself have no row of a source
+            counts = self._mixture.counts(self._growing_batch.start(step + 1)).tolist()
+            for source, count in zip(self._sources, counts, strict=True):
+                if source.name in self._growing and count:
+                    source.advance(count - 1)
         return token_batch(tokens, weight, host_rows, size, self._sharding, self._read_length)

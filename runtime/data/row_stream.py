@@ -64,6 +64,10 @@ class RowStream:
             yield slice(begin, end), buffer, np.searchsorted(buffer.ordinals, ordinals[begin:end])
             begin = end
 
+    def advance(self, ordinal: int) -> None:
+        """Reads the buffer of a row that another host may want, so that a split that grows gets there."""
+        self._buffers(self._buffer_of(ordinal))
+
     def place_of(self, ordinal: int) -> str:
         epoch, place = divmod(ordinal, self.rows.count)
         first, rows = self.order.rows_of(epoch, self.order.buffer_of(epoch, place))
@@ -76,19 +80,19 @@ class RowStream:
         epoch, place = divmod(ordinal, order.rows)
         return epoch * order.buffers + order.buffer_of(epoch, place)
 
-    def _wanted_of(self, index: int) -> tuple[Rows, Rows]:
-        """The rows of a buffer that are wanted, and their ordinals."""
+    def _rows_of(self, index: int) -> tuple[Rows, Rows]:
+        """The rows of a buffer, and their ordinals."""
         order = self.order
         epoch, buffer = divmod(index, order.buffers)
         first, rows = order.rows_of(epoch, buffer)
-        ordinals = epoch * order.rows + first + np.arange(len(rows))
-        wanted = self._wanted(ordinals)
-        return rows[wanted], ordinals[wanted]
+        return rows, epoch * order.rows + first + np.arange(len(rows))
 
     def _read(self, index: int) -> Buffer:
-        rows, ordinals = self._wanted_of(index)
-        if not self.rows.reach(int(rows.max(initial=-1)) + 1):
-            rows, ordinals = self._wanted_of(index)  # where the split ends is known now
+        rows, ordinals = self._rows_of(index)
+        if not self.rows.reach(int(rows.max()) + 1):
+            rows, ordinals = self._rows_of(index)  # where the split ends is known now
+        wanted = self._wanted(ordinals)
+        rows, ordinals = rows[wanted], ordinals[wanted]
         starts, stops = self.rows.ranges(rows, self._pool)
         # Two buffers alternate, each in the memory of the one before the last, which the loader has moved past: new
         # memory costs as much time as decoding where the system hands it out page by page.

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ragged import (
     EXAMPLE,
     FlatTokens,
+    HostSharding,
     as_numpy,
     assert_equal,
     assert_refuses,
@@ -209,18 +210,6 @@ def test_same_batch_on_every_mesh(data, d, t):
             assert batch.targets.sharding.is_equivalent_to(on_mesh.targets, 2)
             with jax.set_mesh(mesh):
                 check_tree(TokenBatch, batch)
-
-
-@dataclasses.dataclass(frozen=True)
-class HostSharding:
-    """What one of several hosts sees of a sharding: its own devices."""
-
-    whole: jax.sharding.Sharding
-    devices: frozenset
-
-    def addressable_devices_indices_map(self, shape):
-        whole = self.whole.devices_indices_map(shape)
-        return {device: index for device, index in whole.items() if device in self.devices}
 
 
 def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, doubles_at):

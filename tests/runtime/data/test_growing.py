@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import pytest
 import small
-from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, encoded, ragged, read_all, sharding
+from ragged import FlatTokens, HostSharding, as_numpy, assert_equal, assert_refuses, encoded, ragged, read_all, sharding
 from several_hosts import logged
 
 from runtime.config import resume
 from runtime.config.command_line import load
 from runtime.config.keys import HuggingFaceDataset, Source
 from runtime.data import growing
-from runtime.data.batches import Loader
+from runtime.data.batches import Batch, Loader
 from runtime.data.growing import GrowingSplit
 from runtime.data.read_ahead import NO_END
 from runtime.data.sources import growing_split
@@ -111,7 +111,7 @@ def test_rows_are_the_sequences_one_after_another(written, d, t, ahead):
 def test_no_more_is_asked_for_than_is_read(written):
     """The loader asks and waits for a row when it comes near it, and lets the writer go when it needs no more. The
     summary says what disk it takes."""
-    split = split_at(written, ahead=64, most=2000)
+    split = split_at(written, ahead=64, most=2200)
     with loader(split) as data:
         assert split.token_count == NO_END
         said = f"the text (3 files), tokenized beside the run into {written}: at most 4.2 MB of disk"
@@ -197,6 +197,36 @@ def test_a_mixture_with_a_data_set(written, tmp_path):
         assert [np.sum(each[:, 0] < 4000), np.sum(each[:, 0] >= 4000)] == counts
         np.testing.assert_array_equal(each[: counts[0]].ravel(), TOKENS[: counts[0] * 32])
         assert (each[counts[0] :, 1] // 2 - 2000).tolist() == list(range(counts[1]))
+
+
+def test_hosts_of_a_mixture_go_on_together(written, tmp_path, monkeypatch):
+    """The first host asks for the text of all, of which by these weights it has no row itself, over its end too."""
+    beside = tmp_path / "beside.zarr"
+    write_split(beside, "train", [np.full(32, 2000 + row) for row in range(50)], chunk_tokens=64)
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *_: None)
+    mixture = [Source(filespec=str(beside), weight=7), Source(filespec="my_texts", weight=1)]
+    whole, loaders = sharding(8, 1).targets, []
+    for host, device in enumerate(whole.mesh.devices.flat):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        of_host = Batch(*[HostSharding(whole, frozenset([device]))] * 3)
+        loaders.append(loader(split_at(written), on=of_host, batch=8, mixture=mixture))
+    steps = 2 * len(TOKENS) // 32
+
+    def walk():
+        for data in loaders:
+            data.begin()
+        for step in range(steps):
+            for data in loaders:
+                data.load(step)
+        done.append(steps)
+
+    done: list[int] = []
+    walking = threading.Thread(target=walk, daemon=True)
+    walking.start()
+    walking.join(600)
+    for data in loaders:
+        data.close()
+    assert done == [steps]
 
 
 # ---------------------------------------------------------------- the process
