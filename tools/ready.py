@@ -240,7 +240,8 @@ def _tokenizer(source: Source) -> Tokenizer | None:
 
 
 def around(source: Source, tokenizer: Tokenizer | None) -> Around:
-    """The ids that a model reads around a text: as its published tokenizer says; else bos_id, but for an encoder."""
+    """The ids that a model reads around a text. A published tokenizer says them, and that of pairs for an encoder of
+    T5's kind; in other runs a decoder's are bos_id, an encoder's none."""
     family: Any = source.family
     if tokenizer is None:
         return (), ()
@@ -253,11 +254,12 @@ def around(source: Source, tokenizer: Tokenizer | None) -> Around:
 
 
 def ends_of(source: Source, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens that end a text: as published, or the tokenizer's end token."""
+    """The tokens that end a text: as published, and in a run, or where nothing is, the tokenizer's end token."""
     ends = (source.config or {}).get("eos_token_id")
-    if ends is None and tokenizer:
-        ends = tokenizer.id_of("eos_token")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    is_run = source.checkpoint is None or not source.is_published
+    if tokenizer and (is_run or not ends) and (end := tokenizer.id_of("eos_token")) is not None:
+        ends = [*ends, end]
     return sorted({whole_number(end, f"{source.folder}: eos_token_id") for end in ends})
 
 

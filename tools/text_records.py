@@ -41,7 +41,7 @@ class TokenizeText:
     hf_dataset: HubDataset = dataclasses.field(default_factory=HubDataset)
     output: str  # folder or URL of the data set
     overwrite: bool = False  # replaces a data set that is there
-    # or a tokenizer.json, a folder that holds one, a name on the Hugging Face hub; or train_bpe
+    # or a tokenizer.json, a folder or data set that has one, a name on the Hugging Face hub; or train_bpe
     tokenizer: str = "bytes_utf8"
     # ids of the byte-level BPE that train_bpe trains, and the data set then holds
     bpe_vocab: Annotated[int, Interval(ge=259, le=LARGEST_ID), f"259 (the bytes and three) to {LARGEST_ID}"] = 32768
@@ -54,7 +54,9 @@ class TokenizeText:
     format: Literal["text", "prompt", "chat", "segments", "pairs"] = "text"
     # a record's fields (a line of jsonl, a row of parquet), if not text; in_text and out_text; messages; segments
     fields: tuple[str, ...] = ()
-    end: str = ""  # is written after each text, answer or last segment, such as '</s>', and after what an encoder reads
+    # is written after each text, answer or last segment, such as '</s>', and after what an encoder reads; with
+    # bytes_utf8 also write it after a prompt for an encoder
+    end: str = ""
     # The field `weight` of a record, message or segment counts in the loss. Without this key records have none, and a
     # message's or segment's is 0, for what is no target, or 1.
     weights: bool = False

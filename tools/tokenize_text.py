@@ -313,26 +313,30 @@ def read_template(config: TokenizeText) -> str | None:
 
 
 def as_written(tokenizer: Tokenizer, config: TokenizeText) -> Tokenizer:
-    """The tokenizer with what the documents have: a chat template; and `end`, if it is a token, as the one that ends a
-    text, and in pairs also what an encoder reads."""
-    if config.end and tokenizer.json and (end := tokenizer.backend.token_to_id(config.end)) is not None:
-        special = {**tokenizer.special_tokens, "eos_token": config.end}
-        tokenizer = dataclasses.replace(tokenizer, special_tokens=special)
-        if config.format == "pairs" and tokenizer.backend.encode("", add_special_tokens=True).ids != [end]:
-            tokenizer = dataclasses.replace(tokenizer, json=ending(tokenizer, config.end, end))
+    """The tokenizer with what the documents have: a chat template; `end`, if it is a special token, as the one that
+    ends a text; and in pairs nothing but `end` around what an encoder reads."""
+    if tokenizer.json:
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        if config.end in [token.content for token in added]:
+            special = {**tokenizer.special_tokens, "eos_token": config.end}
+            tokenizer = dataclasses.replace(tokenizer, special_tokens=special)
+        end = tokenizer.encode_batch([config.end])[0].tolist()
+        if config.format == "pairs" and tokenizer.backend.encode("", add_special_tokens=True).ids != end:
+            tokenizer = dataclasses.replace(tokenizer, json=ending(tokenizer, end))
     if config.format == "chat" and not tokenizer.chat_template:
         print_line(f"the tokenizer {config.tokenizer} has no chat template: chats are written as ChatML")
         tokenizer = dataclasses.replace(tokenizer, chat_template=CHATML)
     return tokenizer
 
 
-def ending(tokenizer: Tokenizer, token: str, number: int) -> str:
-    """The tokenizer's json with a token behind each text, as T5's has."""
+def ending(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The tokenizer's json with these ids behind each text, as T5's has one."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import processors
 
     backend = Backend.from_str(tokenizer.json)
-    backend.post_processor = processors.TemplateProcessing(f"$A {token}", special_tokens=[(token, number)])
+    end: Any = {"id": "END", "ids": ids, "tokens": list(map(backend.id_to_token, ids))}
+    backend.post_processor = processors.TemplateProcessing("$A END" if ids else "$A", special_tokens=[end])
     return backend.to_str()
 
 

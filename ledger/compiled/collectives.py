@@ -134,7 +134,7 @@ def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...
         of_mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         said, several = re.findall(r"'(\w+)'", named[2]), [item for item in mesh_axes.items() if item[1] > 1]
         is_mesh = [item for item in of_mesh.items() if item[1] > 1] == several
-        if is_mesh and named[2] == ",".join(f"'{axis}'" for axis in said):
+        if is_mesh and set(said) <= of_mesh.keys() and named[2] == ",".join(f"'{axis}'" for axis in said):
             return tuple(axis for axis, _ in several if axis in said)
     shape = tuple(mesh_axes.values())
     devices = math.prod(shape)

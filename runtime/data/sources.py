@@ -115,10 +115,20 @@ RECORD = "tokenizer_record.json"  # in the run folder; not the form of the packa
 
 
 def tokenizer_of(config: Any) -> Tokenizer | None:
-    """The tokenizer that made the run's ids, for a mixture its first source's; None where the data name none."""
-    if config.hf_dataset.path:
-        return load_tokenizer(config.hf_dataset.tokenizer)
-    return load_dataset_tokenizer(config.mixture[0].filespec if config.mixture else config.flat_tokens.filespec)
+    """The tokenizer that made the run's ids: of the text, else of the first source; None where the data name none.
+
+    Raises RunError: a data set that is mixed with the text has other ids.
+    """
+    stream = config.hf_dataset
+    if not stream.path:
+        return load_dataset_tokenizer(config.mixture[0].filespec if config.mixture else config.flat_tokens.filespec)
+    tokenizer, text = load_tokenizer(stream.tokenizer), os.path.expanduser(stream.path)
+    for name in (source.filespec for source in config.mixture if source.filespec != text):
+        other = load_dataset_tokenizer(name)
+        if other is not None and not other.has_ids_of(tokenizer):
+            what = f"{name} was written with another tokenizer ({other.name}) than hf_dataset.tokenizer"
+            raise RunError(f"{what} = {stream.tokenizer}: set that to {name}, to take the data set's")
+    return tokenizer
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

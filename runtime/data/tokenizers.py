@@ -50,7 +50,7 @@ CHATML = """\
 {% if add_generation_prompt %}
 <|im_start|>assistant
 {% endif %}"""
-EXPECTED = f"expected {BYTES}, a tokenizer.json, a folder that holds one, or the name of one on the Hugging Face hub"
+EXPECTED = f"expected {BYTES}, a tokenizer.json, a folder or data set that has one, or a name on the Hugging Face hub"
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 
 
@@ -85,6 +85,12 @@ class Tokenizer:
             return 257
         # Not its number of tokens, since the ids may have holes.
         return max([self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()]) + 1
+
+    def has_ids_of(self, other: "Tokenizer") -> bool:
+        """Whether each token has the same id in both."""
+        if self.json == other.json:
+            return True
+        return bool(self.json and other.json) and self.backend.get_vocab() == other.backend.get_vocab()
 
     def encode_flat(self, texts: Sequence[bytes]) -> tuple[UInt32[np.ndarray, "tokens"], Int64[np.ndarray, "texts"]]:
         """The ids of all texts (UTF-8), one after another, and how many each text has."""
@@ -173,11 +179,16 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
-    """A tokenizer by name, from a tokenizer.json, or from a folder that holds one; bos_id and chat_template (jinja)
-    replace its own. Raises RunError if there is none, it cannot be read, it names no bos token, an id is above 2³¹ - 1,
-    or a package is missing."""
+    """A tokenizer by name, from a tokenizer.json, from a folder that holds one, or a data set's; bos_id and
+    chat_template (jinja) replace its own. Raises RunError if there is none, it cannot be read, it names no bos token,
+    an id is above 2³¹ - 1, or a package is missing."""
     tokenizer = Tokenizer(name=name, bos_id=0)
-    if name != BYTES:
+    if os.path.isfile(os.path.join(os.path.expanduser(name), "zarr.json")):
+        of_dataset = load_dataset_tokenizer(os.path.expanduser(name))
+        if of_dataset is None:
+            raise RunError(f"the data set {name} names no tokenizer: {EXPECTED}")
+        tokenizer = of_dataset
+    elif name != BYTES:
         text, template, special = _loaded(name)
         bos_id = _bos_id(name, _backend(name, text), special) if bos_id is None else bos_id
         tokenizer = Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=template, special_tokens=special)

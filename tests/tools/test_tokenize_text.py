@@ -33,6 +33,7 @@ from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
 from tools import text_records
+from tools.convert import write_tokenizer
 from tools.text_records import text_ends
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -332,11 +333,9 @@ def test_weights(tmp_path):
 
 
 def test_what_ends_a_document(tmp_path):
-    """It follows a text, an answer and the last segment, and is a target; the encoder's text ends with it too. If it is
-    a token, a text that is written ends there, and the tokenizer puts it behind what an encoder reads."""
+    """It follows a text, an answer and the last segment, and is a target; the encoder's text ends with it too."""
     record = {"text": "ab", "in_text": "q", "out_text": "a", "segments": [{"text": "q", "weight": 0}, {"text": "ab"}]}
     source = write_lines(tmp_path / "a.jsonl", [record])
-    of_bpe = ["tokenizer=train_bpe", "bpe_vocab=270", "end='<|endoftext|>'"]
     for format, texts, targets in (
         ("text", ["ab</s>"], None),
         ("prompt", ["qa</s>"], [[0] + [1] * 5]),
@@ -347,10 +346,29 @@ def test_what_ends_a_document(tmp_path):
         tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
         found, _, is_target = sequences(tmp_path / "x.zarr")
         assert found == texts and (is_target and [each.tolist() for each in is_target]) == targets
-        tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options, *of_bpe)
-        tokenizer = load_dataset_tokenizer(tmp_path / "x.zarr")
-        assert tokenizer.id_of("eos_token") == 0
-        assert tokenizer.backend.encode("", add_special_tokens=True).ids == [0] * (format == "pairs")
+
+
+@pytest.mark.parametrize("end, eos, behind", [
+    ("<|endoftext|>", 0, [0]), ("<the end:1>", 259, [259]), (".", 2, [16]), ("ab", 2, [67, 68]), ("", 2, []),
+])  # fmt: skip
+def test_the_tokenizer_of_what_ends_a_document(tmp_path, end, eos, behind):
+    """A special token becomes the one that ends a text. In pairs the tokenizer puts the end, and nothing else, around
+    what an encoder reads, whatever it had there."""
+    from tokenizers import AddedToken, processors
+
+    backend = train_bpe(iter(["xy"]), 259).backend
+    backend.add_special_tokens([AddedToken("<the end:1>")])
+    backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    (tmp_path / "own").mkdir()
+    write_tokenizer(tmp_path / "own", backend.to_str(), {"eos_token": "<|im_end|>"})
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a", "in_text": "q", "out_text": "a"}])
+    for format, around in (("text", [1]), ("pairs", behind)):
+        options = [f"format={format}", f"end='{end}'", f"tokenizer={tmp_path}/own", f"output={tmp_path}/{format}.zarr"]
+        options += ["row_length=6", "read_length=6"] if format == "pairs" else []
+        tokenize(f"input={source}", *options)
+        tokenizer = load_dataset_tokenizer(tmp_path / f"{format}.zarr")
+        assert tokenizer.id_of("eos_token") == eos
+        assert tokenizer.backend.encode("", add_special_tokens=True).ids == around
 
 
 @pytest.mark.parametrize("too_long", ["refuse", "truncate", "drop"])

@@ -24,8 +24,9 @@ from runtime.data import growing
 from runtime.data.batches import Batch, Loader
 from runtime.data.growing import GrowingSplit
 from runtime.data.read_ahead import NO_END
-from runtime.data.sources import growing_split
+from runtime.data.sources import growing_split, tokenizer_of
 from runtime.data.split_writer import SplitWriter, open_for_writing, write_split
+from runtime.data.tokenizers import save_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 from train import Config
 
@@ -354,6 +355,25 @@ def test_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     message = "hf_dataset.path needs the package datasets, which is not installed: pip install -r requirements-text.txt"
     assert_refuses(message, stream, folder, tmp_path)
+
+
+def test_text_and_data_sets_have_one_tokenizer(tmp_path):
+    """A data set that is mixed with text has its tokenizer, which a run may take from there; another is refused."""
+    trained, path = train_bpe(iter(["ab ab"]), 260), tmp_path / "bpe.zarr"
+    save_dataset_tokenizer(open_for_writing(path), trained)
+    open_for_writing(tmp_path / "unnamed.zarr")
+
+    def found(name):
+        sources = (Source(filespec=str(tmp_path / each), weight=1) for each in ("texts", "bpe.zarr", "unnamed.zarr"))
+        text = HuggingFaceDataset(path=f"{tmp_path}/texts", tokenizer=str(name))
+        return tokenizer_of(SimpleNamespace(hf_dataset=text, mixture=tuple(sources)))
+
+    assert found(path) == trained
+    message = f"{path} was written with another tokenizer (bpe_260) than hf_dataset.tokenizer = bytes_utf8: set that …"
+    assert_refuses(message, found, "bytes_utf8")
+    assert_refuses(
+        f"the data set {tmp_path}/unnamed.zarr names no tokenizer: expected …", found, f"{tmp_path}/unnamed.zarr"
+    )
 
 
 # ---------------------------------------------------------------- in a run
