@@ -197,8 +197,9 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     if different:
         names = ", ".join(different[:8]) + " ..." * (len(different) > 8)
         what = f"{who} and {'train.py here' if is_own else 'models/'} differ ({names})"
-        fix = f"a changed model needs a family (docs/recipes/family.md); only if they compute the same, add {key}"
-        raise RunError(f"{source.checkpoint.path}: {what}: {fix}")
+        fix = "a changed model needs a family (docs/recipes/family.md)"
+        fix += "" if "family" in attributes else ", or to be scored tools.score program=run"
+        raise RunError(f"{source.checkpoint.path}: {what}: {fix}; only if they compute the same, add {key}")
 
 
 @functools.cache

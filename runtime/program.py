@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from runtime.files import LARGEST_BYTES, NotPlain, open_file
-from runtime.terminal import RunError
+from runtime.files import LARGEST_BYTES, NotPlain, open_file, read_text
+from runtime.terminal import RunError, run_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
@@ -107,6 +107,22 @@ def load(name: str) -> Trainer:
     if missing := [name for name in offered if not hasattr(module, name)]:
         raise RunError(f"program = {name}: it is no trainer, since it has no {', '.join(missing)} (runtime/program.py)")
     return module
+
+
+def of_run(folder: Path, attributes: Mapping[str, Any], *, is_changed: bool = False) -> Trainer:
+    """The trainer of a run's checkpoint, from the copy in the run folder. Raises RunError: there is none, or it is not
+    the one that the checkpoint names; or what it imports has changed, unless is_changed says that this may be."""
+    path, record = folder / "program.py", _record(attributes)
+    with run_errors(f"program=run: {path} cannot be read"):
+        source = read_text(path)
+    if record is None or source != record["source"]:
+        raise RunError(f"program=run: {path} is not the program that its checkpoint names: put that back there")
+    name = record["module"]
+    different = changed(of_model(record.get("files", {}), name), of_model(_hashes(name, path), name))
+    if different and not is_changed:
+        fix = "take them from the run's commit; only if they compute the same, add allow_program_change=true"
+        raise RunError(f"program=run: {path} imports what has changed since ({', '.join(different)}): {fix}")
+    return load(str(path))
 
 
 def resolved(config: Any, trainer: Any) -> Any:

@@ -134,11 +134,11 @@ class ReadyModel:
         return (*stop, END_OF_TURN) if self.is_chatml else tuple(stop)
 
 
-def start_mesh(config: OnDevices) -> jax.sharding.Mesh:
-    """The mesh that the config asks for, of the devices of all processes of the job. The hosts' table goes to standard
-    error: standard output is for texts."""
+def start_mesh(config: OnDevices, mesh: Any = None) -> jax.sharding.Mesh:
+    """The mesh that the config asks for, with the axes of models/ or of another program's `mesh`, of the devices of all
+    processes of the job. The hosts' table goes to standard error: standard output is for texts."""
     with contextlib.redirect_stdout(sys.stderr):
-        mesh = FamilyMesh(**vars(config.mesh))
+        mesh = mesh or FamilyMesh(**vars(config.mesh))
         hosts = {"num_hosts": config.num_hosts, "cluster": config.cluster}
         return start(SimpleNamespace(mesh=mesh, origins=Origins(), check_only=False, **hosts))
 
@@ -164,6 +164,11 @@ def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: 
     return source, model, jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
 
 
+def compute_dtype(config: OnDevices) -> str | None:
+    """None: the model's. XLA:CPU computes bfloat16 by way of float32."""
+    return config.compute_dtype or ("float32" if jax.default_backend() == "cpu" else None)
+
+
 def require_writer(source: Source) -> None:
     if source.family is not None and source.family.KIND == "encoder":
         raise RunError(f"{source.folder} is of a model that writes no text: generate fills in its masked tokens")
@@ -179,9 +184,7 @@ def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
     """
     mesh: Any = current_mesh()
     with ThreadPoolExecutor() as pool:
-        # XLA:CPU computes bfloat16 by way of float32.
-        dtype = config.compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
-        source, model, shapes = opened(config.model, mesh.shape, dtype, pool)
+        source, model, shapes = opened(config.model, mesh.shape, compute_dtype(config), pool)
         family: Any = source.family
         if not config.allow_program_change:
             require_same_program(source, None, "allow_program_change=true")

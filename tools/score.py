@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -24,7 +24,8 @@ from runtime.files import open_file
 from runtime.terminal import RunError, columns, print_line, run_errors
 from tools.harness import Harness, Judge
 from tools.hosts import from_first, is_first
-from tools.ready import OnDevices, ready_model, start_mesh
+from tools.own_program import OwnProgram
+from tools.ready import OnDevices, compute_dtype, ready_model, start_mesh
 from tools.tasks import Scorer, Scoring, check_tasks, read_task, score_questions, summary
 
 
@@ -35,6 +36,7 @@ class Score(Harness, Scoring, OnDevices):
 
     tasks: tuple[str, ...] = ()  # files: .jsonl of choices, questions or texts; any other is a text
     to: str | None = None  # a .jsonl file, with a line for each answer
+    program: Literal["models", "run"] = "models"  # run: the run's own, its folder's program.py, which this then runs
 
 
 # == All of it =========================================================================================================
@@ -75,16 +77,21 @@ def main(config: Score) -> None:
     if config.to and to in files:
         raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")
     results, judge = Results(), None
-    with contextlib.closing(results), jax.set_mesh(start_mesh(config)):
+    own = OwnProgram(config) if config.program == "run" else None
+    with contextlib.closing(results), jax.set_mesh(start_mesh(config, own and own.config.mesh)):
         tasks = [(file, *read_task(file, config.limit)) for file in config.tasks]
+        if own is not None and (config.harness or score_questions in [how for _, how, _ in tasks]):
+            raise RunError("program=run scores choices and texts: for answers and the harness leave it out")
         check_tasks(None, tasks)
         if config.harness:
             judge = Judge(config, "harness")
         if config.to:
             from_first(lambda: results.open(to))
-        ready = ready_model(config)
-        check_tasks(ready.source.family, tasks)
-        scorer = Scorer(ready, config.rows, config.length)
+        if own is not None:
+            scorer: Scorer = own.scorer(compute_dtype(config), config.length)
+        else:
+            scorer = Scorer(ready_model(config), config.rows, config.length)
+        check_tasks(scorer.ready.source.family, tasks)
         if score_questions in [how for _, how, _ in tasks]:
             scorer.room_before(config.tokens)
         for task, how, records in tasks:

@@ -86,27 +86,16 @@ class Scorer:
                 raise RunError(f"{ready.source.folder} has no mask_token, by which an encoder is scored")
 
     def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """The log probability of each pair's continuation, in nats, and whether greedy decoding writes just that.
-
-        A pair longer than `length` loses the beginning of its context, as in lm-eval-harness.
-        """
+        """The log probability of each pair's continuation, in nats, and whether greedy decoding writes just that."""
         if not pairs:
             return []
-        # A row's tokens of context and continuation: the last one is no input of a decoder.
-        room = self.length + 1 if self.kind == "decoder" else self.length - len(self.ready.end)
-        if cut := sum(len(after) + (self.kind != "both") * len(context) > room for context, after in pairs):
-            note(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning")
+        kept = self.cut(pairs)
         if self.kind == "both":
-            packed, places = written(
-                [(before[-self.length :], after[-self.length :]) for before, after in pairs],
-                self.length, self.ready.generator.start,
-            )  # fmt: skip
+            packed, places = written(kept, self.length, self.ready.generator.start)
+        elif self.kind == "decoder":
+            packed, places = pack(kept, self.length)
         else:
-            kept = [(before[-max(room - len(after), 1) :], after[-(room - 1) :]) for before, after in pairs]
-            if self.kind == "decoder":
-                packed, places = pack(kept, self.length)
-            else:
-                packed, places = masked_one_by_one(kept, self.length, self.ready.end, self.ready.generator.mask)
+            packed, places = masked_one_by_one(kept, self.length, self.ready.end, self.ready.generator.mask)
         log_prob, best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
         for start in progress(range(0, len(packed), self.rows), unit=" batches", disable=not is_first()):
             batch = packed[start : start + self.rows]
@@ -120,6 +109,17 @@ class Scorer:
             )
             for of_pair in places
         ]
+
+    def cut(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """A pair longer than `length` loses the beginning of its context, as in lm-eval-harness."""
+        if self.kind == "both":  # an encoder's row and a decoder's
+            kept = [(before[-self.length :], after[-self.length :]) for before, after in pairs]
+        else:  # the last token is no input of a decoder
+            room = self.length + 1 if self.kind == "decoder" else self.length - len(self.ready.end)
+            kept = [(before[-max(room - len(after), 1) :], after[-(room - 1) :]) for before, after in pairs]
+        if count := sum([*map(len, ours)] != [*map(len, whole)] for ours, whole in zip(kept, pairs)):
+            note(f"{count} of {len(pairs)} are longer than {self.length} tokens and lose their beginning")
+        return kept
 
     def _found(self, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The targets' log probabilities, and the likeliest ids, in some packed rows."""

@@ -113,7 +113,7 @@ def reached(folder: Path, is_known: bool) -> list[str]:
     decodes = f"python -m tools.generate {folder} "
     decodes += "writes text." if (folder / "tokenizer_record.json").exists() else "prompt_ids=[1] output=ids draws ids."
     if not is_known:
-        decodes = "its program was changed: tools.generate and tools.convert say what they need for it."
+        decodes = f"python -m tools.score {folder} FILE program=run scores it with its own program, which was changed."
     return [
         f"{done}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import math
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from published import FOLDER, NAMES, on_mesh, weights_of
 
 from models import huggingface, likelihoods
 from models.decoding import Generator, Programs
+from runtime import program
 from runtime.data import tokenizers
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
@@ -153,10 +155,11 @@ def jsonl(path, *records):
 TEXT = "the cat sat on the mat. the mat sat on the cat."
 
 
-def nats_of(cat_run, text, length, pool):
-    """What a plain float64 model gives a text of bytes, in windows of `length`, each after one byte of the window
-    before, the last filled up."""
+def nats_of(cat_run, text, length, pool, **keys):
+    """What a plain float64 model, with these keys, gives a text of bytes, in windows of `length`, each after one byte
+    of the window before, the last filled up."""
     source = huggingface.open_weights(cat_run, pool)
+    model = dataclasses.replace(source.model, **keys)
     with on_mesh(1, 1):
         weights = jax.tree.map(np.asarray, weights_of(source, pool)[0])
     tree = {key: value for key, value in dataclasses.asdict(weights).items() if value is not None}
@@ -167,7 +170,7 @@ def nats_of(cat_run, text, length, pool):
         first = max(end - length - 1, 0) if start > 1 else 0
         targets = np.array([ids[first + 1 : end]], np.uint32)
         starts = np.zeros(targets.shape, bool)
-        logits = reference.logits(tree, reference.Batch(targets, starts, ~starts), source.model, bos_id=ids[first])[0]
+        logits = reference.logits(tree, reference.Batch(targets, starts, ~starts), model, bos_id=ids[first])[0]
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         nats -= log_probs[np.arange(len(logits)), targets[0]][start - first - 1 :].sum()
     return nats
@@ -402,6 +405,61 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     if len(files) > 2:
         assert all(line["score/ask.jsonl/exact_match"] in (0, 1) for line in scored)
         assert (tmp_path / "run/samples.txt").read_text().startswith(f"after step {end}\n\nthe cat sat on the\n→ ")
+
+
+# == A run's own program ===============================================================================================
+def test_its_own_program_scores_a_run_as_models_do(cat_run, said, tmp_path):
+    """Choices and a text, on two devices: the log likelihoods are those of models/."""
+    files, lines = [jsonl(tmp_path / "exam.jsonl", *EXAM), tmp_path / "text.txt"], []
+    files[1].write_text(TEXT[:31])
+    for keys in ([], ["program=run", "mesh.d=2"]):
+        said(cat_run, *files, f"to={tmp_path}/out.jsonl", *keys)
+        found = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        lines.append([x for line in found for x in line.get("log_likelihoods", [line.get("log_likelihood")])])
+    assert lines[0] == pytest.approx(lines[1], abs=1e-4) and len(lines[0]) == 3
+
+
+@pytest.fixture
+def changed_run(cat_run, tmp_path, monkeypatch):
+    """A copy of a run whose program turns queries and keys by another base than its config says."""
+    source, changed, kept = (ROOT / "train.py").read_text(), tmp_path / "changed", program._record
+    text = source.replace("frequency = base ** ", "frequency = 50.0 ** ")
+    shutil.copytree(cat_run, changed)
+    (changed / "program.py").write_text(text)
+    monkeypatch.setattr(program, "_record", lambda of: kept(of) if "config" not in of else {**kept(of), "source": text})
+    return changed
+
+
+def test_a_changed_program_is_scored_by_itself(changed_run, said, tmp_path, pool):
+    """models/ refuse the run, and name what differs and program=run. With that its bits a byte are those of the plain
+    formula with the other base."""
+    (tmp_path / "text.txt").write_text(TEXT[:31])
+    refused = said(changed_run, tmp_path / "text.txt", status=1)
+    assert "differ (rotary)" in refused and ", or to be scored tools.score program=run; only if they" in refused
+    found = values_of(said(changed_run, tmp_path / "text.txt", "program=run"))
+    nats, before = (nats_of(changed_run, TEXT[:31], 32, pool, **keys) for keys in ({"rope_max_timescale": 50.0}, {}))
+    assert found[str(tmp_path / "text.txt"), "bits_per_byte"] == pytest.approx(nats / 31 / math.log(2), abs=1e-4)
+    assert abs(nats - before) > 0.1
+
+
+def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch, tmp_path):
+    """Each is refused in one line."""
+    text, ask = tmp_path / "text.txt", jsonl(tmp_path / "ask.jsonl", {"question": "who?", "answer": "a cat"})
+    text.write_text(TEXT)
+    own = [changed_run, "program=run"]
+    expected = "program=run scores choices and texts: for answers and the harness leave it out"
+    assert expected in said(*own, ask, status=1)
+    assert expected in said(*own, "harness=arc_easy", status=1)
+    with monkeypatch.context() as patch:
+        hashes = program._hashes
+        patch.setattr(program, "_hashes", lambda *of: hashes(*of) | {"kernels.attention": "of another"})
+        assert "program.py imports what has changed since (kernels.attention): take" in said(*own, text, status=1)
+        said(*own, text, "allow_program_change=true")
+    with (changed_run / "program.py").open("a") as file:
+        file.write("# edited\n")
+    assert "program.py is not the program that its checkpoint names: put" in said(*own, text, status=1)
+    (changed_run / "program.py").unlink()
+    assert "program.py cannot be read" in said(*own, text, status=1)
 
 
 # == Tasks of lm-eval-harness ==========================================================================================
