@@ -15,11 +15,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Float32, Int32, Shaped
 
 from jax_extra import save_for_backward
 from kernels import blockwise
 from kernels.attention import KERNELS, able, chosen
+from kernels.blockwise import KeyPosition, Keys, OfRows, Position, Queries
 from kernels.ring import ring
 from models.dropout import Drop
 from models.mesh import Mesh
@@ -30,6 +33,9 @@ from shardlib.typed import typed
 from train import act
 
 ALL = 2**30  # a window that hides nothing
+
+OfPositions = Shaped[jax.Array | np.ndarray, '*B L']  # what whole rows have at each position
+OfKeys, Window = Int32[jax.Array, 'B S'], Int32[jax.Array, '']  # one device's part: segments of keys; a window
 
 
 @pytree_dataclass
@@ -53,9 +59,9 @@ class Context:
     devices: int = 1  # along c
     way: Literal['deal', 'gather', 'ring'] = 'deal'
 
-    def in_order(self, whole):
-        """Rows, 'B/b L' or 'L', in the order in which their positions lie on the devices. Where keys come to queries,
-        each device has positions from the front and from the end; else the last one would have nearly all pairs."""
+    def in_order(self, whole: OfPositions) -> OfPositions:
+        """Rows in the order in which their positions lie on the devices. Where keys come to queries, each device has
+        positions from the front and from the end; else the last one would have nearly all pairs."""
         return whole if self.way == 'deal' else whole[..., blockwise.dealt(whole.shape[-1], self.devices)]
 
     @typed
@@ -129,6 +135,31 @@ class Rows:
         return deal_heads(functools.partial(attention_where, allowed=allowed, drop=drop), q, k, v)
 
 
+def forward(
+    cap: float | None, q: Queries, k: Keys, v: Keys, position: Position, key_position: KeyPosition, segment: OfRows,
+    key_segment: OfKeys, window: Window,
+) -> tuple[Float32[jax.Array, 'B L Q K D'], Float32[jax.Array, 'B L Q K']]:  # fmt: skip
+    """`ring`'s: a device's positions, and the keys of one device."""
+    return blockwise.forward(q, k, v, (position, key_position, segment, key_segment), window, cap)
+
+
+def backward(
+    cap: float | None, q: Queries, k: Keys, v: Keys, position: Position, key_position: KeyPosition, segment: OfRows,
+    key_segment: OfKeys, window: Window, o: Queries, log_sum_exp: Float32[jax.Array, 'B L Q K'], gradient: Queries,
+) -> tuple[Float32[jax.Array, 'B L Q K D'], Float32[jax.Array, 'B S K D'], Float32[jax.Array, 'B S K D']]:  # fmt: skip
+    """`ring`'s, of the same."""
+    places = position, key_position, segment, key_segment
+    return blockwise.backward(q, k, v, places, o, log_sum_exp, gradient, window, cap)
+
+
+def by_blocks(
+    cap: float | None, q: Queries, k: Keys, v: Keys, position: Position, key_position: KeyPosition, segment: OfRows,
+    key_segment: OfKeys, window: Window,
+) -> Queries:  # fmt: skip
+    """A device's positions, and the keys of whole rows."""
+    return KERNELS['blockwise'](q, k, v, (position, key_position, segment, key_segment), window, cap)
+
+
 @typed
 def in_a_ring(
     q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'], position: i32['L/c'],
@@ -144,16 +175,9 @@ def in_a_ring(
     kept, passed = 'B/b L/c Q K/t D', 'B/b [S/c] K/t D'
     types = f'{kept}, {passed}, {passed}, L/c, [S/c], B/b L/c, B/b [S/c],  -> {kept}'
 
-    def forward(q, k, v, *others):
-        *places, window = others
-        return blockwise.forward(q, k, v, tuple(places), window, cap)
-
-    def backward(q, k, v, *others):
-        *places, window, o, log_sum_exp, gradient = others
-        return blockwise.backward(q, k, v, tuple(places), o, log_sum_exp, gradient, window, cap)
-
+    both = functools.partial(forward, cap), functools.partial(backward, cap)
     window = jnp.int32(ALL if window is None else window)
-    return ring(types, forward, backward, q, k, v, position, position, segment, segment, window)
+    return ring(types, *both, q, k, v, position, position, segment, segment, window)
 
 
 @typed
@@ -172,13 +196,9 @@ def of_gathered_keys(
     if by != 'einsum' and drop is None:
         types = 'B/b L/c Q K/t D, B/b S K/t D, B/b S K/t D, L/c, S, B/b L/c, B/b S, '
         places = of_queries[0], of_keys[0], of_queries[1], of_keys[1]
-
-        def by_blocks(q, k, v, *others):
-            *places, window = others
-            return KERNELS['blockwise'](q, k, v, tuple(places), window, cap)
-
         window = jnp.int32(ALL if window is None else window)
-        return shardops.local(f'{types} -> B/b L/c Q K/t D', by_blocks, q, k, v, *places, window)
+        of_device = functools.partial(by_blocks, cap)
+        return shardops.local(f'{types} -> B/b L/c Q K/t D', of_device, q, k, v, *places, window)
     distance = of_queries[0][:, None] - of_keys[0][None]
     allowed = (of_queries[1][:, :, None] == of_keys[1][:, None, :]) & (distance >= 0)[None]
     allowed = allowed if window is None else allowed & (distance < window)[None]

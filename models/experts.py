@@ -8,11 +8,13 @@ Legend: E experts, X of them chosen by a token, C an expert's slots in a row, H 
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Float32, Int8, Int32
 
 from jax_extra import save_for_backward
 from models.layers import act, reduce_residual
@@ -36,6 +38,14 @@ PARTS = 4  # blocks of an average expert's group
 
 Choices = tuple[act['B/b L/c X'], i32['B/b L/c X']]  # each token's experts: their weights and numbers
 Experts = tuple[act['E/e M H/t'], act['E/e M H/t'], act['E/e M H/t']]  # w_gate, w_up and w_down of each
+
+# One device's part: what its tokens have and chose, and the matrices of the experts that it holds.
+Tokens, OfChoices, Numbers = Float[jax.Array, 'B L M'], Float[jax.Array, 'B L X'], Int32[jax.Array, 'B L X']
+Matrix = Float[jax.Array, 'held M H'] | Adapted | Quantized
+Chunk = tuple[Int32[jax.Array, 'blocks'], Int32[jax.Array, 'blocks rows'], Bool[jax.Array, 'blocks rows']]
+Chunks = tuple[
+    Int32[jax.Array, 'chunks blocks'], Int32[jax.Array, 'chunks blocks rows'], Bool[jax.Array, 'chunks blocks rows']
+]
 
 
 @typed
@@ -64,7 +74,7 @@ def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Rout
     return (weight.astype(act.dtype), choice), routing
 
 
-def slots(choice, E, C, parts):
+def slots(choice: Numbers, E: int, C: int, parts: int) -> tuple[Numbers, Float32[jax.Array, 'B L X']]:
     """Part by part: the slot of each (token, choice), out of E·C, or the one past the last if its expert has none left;
     and whether it has none.
 
@@ -79,8 +89,8 @@ def slots(choice, E, C, parts):
     return slot.reshape(choice.shape), lost.astype(jnp.float32).reshape(choice.shape)
 
 
-def dispatch(x, slot, E, C):
-    """Part by part: the tokens in their slots, 'E B C M'; zero in slots that are free."""
+def dispatch(x: Tokens, slot: Numbers, E: int, C: int) -> Float[jax.Array, '{E} B {C} M']:
+    """Part by part: the tokens in their slots; zero in slots that are free."""
     rows, top, M = x.shape[0], slot.shape[-1], x.shape[-1]
     taken = jnp.zeros((rows, E * C + 1, M), x.dtype)
     fill = jax.vmap(lambda taken, slot, tokens: taken.at[slot].set(tokens))
@@ -88,8 +98,8 @@ def dispatch(x, slot, E, C):
     return jnp.moveaxis(taken[:, :-1].reshape(rows, E, C, M), 1, 0)
 
 
-def combine(y, weight, slot):
-    """Part by part: the slots' results, 'E B C M', weighted, back at their tokens."""
+def combine(y: Float[jax.Array, 'E B C M'], weight: OfChoices, slot: Numbers) -> Tokens:
+    """Part by part: the slots' results, weighted, back at their tokens."""
     y = jnp.moveaxis(y, 0, 1).reshape(slot.shape[0], -1, y.shape[-1])
     y = jnp.pad(y, ((0, 0), (0, 1), (0, 0)))
     y = jnp.take_along_axis(y, slot.reshape(slot.shape[0], -1)[..., None], axis=1).reshape(*slot.shape, y.shape[-1])
@@ -134,14 +144,14 @@ def experts_with_capacity(
     return y, lost / choices
 
 
-def blocks(expert, count, E):
+def blocks(expert: Int32[jax.Array, 'pairs'], count: int, E: int) -> Chunks:
     """Part by part: the (token, choice) pairs of each expert in blocks of as many rows, of which the last one is filled
     up; `PARTS` of them are an average group of pairs, so that at most 1 / PARTS more is multiplied.
 
     Args:
       expert: the number of each pair's expert, out of the `count` of E that the device has; `count` for all others.
     Returns:
-      of each block its expert, 'chunks blocks'; of its rows the pair and whether there is one, 'chunks blocks rows'.
+      of each block its expert; of its rows the pair, and whether there is one.
     """
     pairs, chunks = expert.shape[0], E // count
     rows = -(-pairs // (PARTS * E))
@@ -157,10 +167,18 @@ def blocks(expert, count, E):
     return owner.reshape(chunks, -1), pair.reshape(chunks, -1, rows), is_there.reshape(chunks, -1, rows)
 
 
-def products(x, w, owner, dims):
-    """Multiplies part by part: each block of rows by its expert's matrix. dims: an einsum with a matrix a block."""
+def products(
+    x: Float[jax.Array, 'blocks rows i'], w: Matrix, owner: Int32[jax.Array, 'blocks'], dims: str
+) -> Float[jax.Array, 'blocks rows o']:
+    """Multiplies part by part: each block of rows by its expert's matrix.
 
-    def product(x, w, dims):
+    Args:
+      dims: an einsum with a matrix a block; i is M and o is H, or the other way round.
+    """
+
+    def product(
+        x: Float[jax.Array, 'blocks rows i'], w: Float[jax.Array, 'held _ _'] | Int8[jax.Array, 'held _ _'], dims: str
+    ) -> Float[jax.Array, 'blocks rows o']:
         # The matrices are taken in float32, so that the gradients of an expert's blocks are added in float32.
         return jnp.einsum(dims, x, w.astype(jnp.float32)[owner].astype(x.dtype))
 
@@ -172,7 +190,10 @@ def products(x, w, owner, dims):
     return product(x, w, dims)
 
 
-def multiplied(matrices, E, x, weight, choice, held, *parts):
+def multiplied(
+    matrices: Callable[[Sequence[jax.Array]], tuple[Matrix, Matrix, Matrix]], E: int, x: Tokens, weight: OfChoices,
+    choice: Numbers, held: Int32[jax.Array, 'held'], *parts: jax.Array,
+) -> Tokens:  # fmt: skip
     """Part by part: the weighted results of the experts that a device holds, numbers `held` out of E, for each token
     of x.
 
@@ -188,7 +209,7 @@ def multiplied(matrices, E, x, weight, choice, held, *parts):
     expert = jnp.where((expert >= 0) & (expert < count), expert, count)
     tokens = x.reshape(-1, x.shape[-1])
 
-    def add(y, chunk):
+    def add(y: Float[jax.Array, 'tokens M'], chunk: Chunk) -> Float[jax.Array, 'tokens M']:
         owner, pair, is_there = chunk
         there = tokens[pair // top]
         gate, up = [products(there, w, owner, 'nbM, nMH -> nbH') for w in (w_gate, w_up)]
@@ -196,7 +217,7 @@ def multiplied(matrices, E, x, weight, choice, held, *parts):
         down = jnp.where(is_there[..., None], down * weight.reshape(-1)[pair][..., None], 0)
         return y.at[pair // top].add(down)
 
-    def add_if_any(y, chunk):
+    def add_if_any(y: Float[jax.Array, 'tokens M'], chunk: Chunk) -> tuple[Float[jax.Array, 'tokens M'], None]:
         return lax.cond(jnp.any(chunk[-1]), add, lambda y, _: y, y, chunk), None
 
     # A device may hold all pairs; on average it holds count / E of them, so the other chunks are skipped.

@@ -107,10 +107,10 @@ def test_pairs_are_multiplied_with_their_experts_alone(favourites, held):
     matrices = tuple(rng.normal(size=(3, 8, 8, 12)).astype(np.float32) / 3)
 
     def by_blocks(x, weight, matrices):
-        numbers = np.arange(8, dtype=np.int32)
+        numbers, chosen = jnp.arange(8, dtype=jnp.int32), jnp.asarray(choice)
         parts = [
             experts.multiplied(
-                lambda own: own, 8, x, weight, choice, numbers[i : i + held], *(w[i : i + held] for w in matrices)
+                lambda own: own, 8, x, weight, chosen, numbers[i : i + held], *(w[i : i + held] for w in matrices)
             )
             for i in range(0, 8, held)
         ]
