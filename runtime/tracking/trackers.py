@@ -53,7 +53,8 @@ def tensorboard(run: Tracked) -> Iterator[Log]:
     # Hides what was sent of steps that are repeated. Files are named by the second: the suffix tells two of one apart.
     purged = run.first_step if run.is_repeated else None
     named = {"purge_step": purged, "filename_suffix": f".{time.time_ns()}"}
-    with SummaryWriter(str(run.folder), flush_secs=0, **named) as writer:
+    # flush_secs: how long the writer's thread waits for a value; with 0 it would keep a core busy.
+    with SummaryWriter(str(run.folder), flush_secs=0.05, **named) as writer:
         writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.first_step)
 
         def log(step: int, time: float, values: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ from runtime.tracking import follow as follow_module
 from runtime.tracking import followers
 from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import _drop_steps_after
-from runtime.tracking.trackers import PACKAGES
+from runtime.tracking.trackers import PACKAGES, TRACKERS, Tracked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +171,15 @@ def test_lines_are_followed_as_they_come(tmp_path):
     assert tensorboard_curves(tmp_path) == curves(range(1, 3)) | curves(range(3, 7), 10.0)
     assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2  # one for each file of lines
     assert (tmp_path / "report.html").exists()
+
+
+def test_tensorboard_waits_for_lines_without_a_core(tmp_path):
+    """Between two lines the writer's thread takes a quarter of a core at most."""
+    with TRACKERS["tensorboard"](Tracked(tmp_path, "mine", "ours", {}, first_step=1, is_repeated=False)) as log:
+        log(1, time.time(), {"loss": 1.0})
+        before = time.process_time()
+        time.sleep(2)
+        assert time.process_time() - before < 0.5
 
 
 def wait_for(is_done, folder):
