@@ -839,7 +839,8 @@ def shapes(config: Config) -> tuple[State, Any]:
         if tokens.len % parts:
             raise RunError(f'{key} = {parts}: of rows of training.tokens.len = {tokens.len}: set it to a divisor')
         if mesh.c > 1 and parts % (2 * mesh.c):
-            raise RunError(f'{key} = {parts}: on mesh.c = {mesh.c} expected {nearest_multiples(parts, 2 * mesh.c)}')
+            fix = nearest_multiples(parts, 2 * mesh.c)
+            raise RunError(f'{key} = {parts}: expected a multiple of 2 · mesh.c = {2 * mesh.c}: set it to {fix}')
     check_sizes(config, i32['L/c'], jax.ShapeDtypeStruct((tokens.len,), jnp.int32))
     if task.along_c.way != 'deal':  # each device has positions from the front and from the end
         check_sizes(config, i32['2 l/c'], jax.ShapeDtypeStruct((2, tokens.len // 2), jnp.int32))

@@ -198,7 +198,7 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
         names = ", ".join(different[:8]) + " ..." * (len(different) > 8)
         what = f"{who} and {'train.py here' if is_own else 'models/'} differ ({names})"
         fix = "a changed model needs a family (docs/recipes/family.md)"
-        fix += "" if "family" in attributes else ", or to be scored tools.score program=run"
+        fix += "" if "family" in attributes else " (tools.score program=run only scores it)"
         raise RunError(f"{source.checkpoint.path}: {what}: {fix}; only if they compute the same, add {key}")
 
 

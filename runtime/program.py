@@ -97,8 +97,12 @@ def load(name: str) -> Trainer:
     none, or it offers less than a Trainer."""
     try:
         module = _of_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+    except (ImportError, FileNotFoundError) as error:
+        if isinstance(error, ImportError) and name.endswith(".py"):
+            raise RunError(
+                f"program = {name}: {error}: PYTHONPATH has to have the folder of what it imports"
+            ) from error
+        if isinstance(error, ImportError) and not f"{name}.".startswith(f"{error.name}."):
             raise
         raise RunError(f"program = {name}: there is no such module or file; expected {DEFAULT}, say") from error
     except NotPlain as error:
@@ -112,16 +116,19 @@ def load(name: str) -> Trainer:
 def of_run(folder: Path, attributes: Mapping[str, Any], *, is_changed: bool = False) -> Trainer:
     """The trainer of a run's checkpoint, from the copy in the run folder. Raises RunError: there is none, or it is not
     the one that the checkpoint names; or what it imports has changed, unless is_changed says that this may be."""
-    path, record = folder / "program.py", _record(attributes)
+    path, record = folder.resolve() / "program.py", _record(attributes)
     with run_errors(f"program=run: {path} cannot be read"):
         source = read_text(path)
-    if record is None or source != record["source"]:
-        raise RunError(f"program=run: {path} is not the program that its checkpoint names: put that back there")
+    with run_errors(f"program=run: {path} is no Python", SyntaxError, ValueError):
+        is_another = record is None or _hash_and_imports(source)[0] != _hash_and_imports(record["source"])[0]
+    if record is None or is_another:
+        fix = "put that back there (it is in the checkpoint's attributes)"
+        raise RunError(f"program=run: {path} is not the program that its checkpoint names: {fix}")
     name = record["module"]
-    different = changed(of_model(record.get("files", {}), name), of_model(_hashes(name, path), name))
-    if different and not is_changed:
-        fix = "take them from the run's commit; only if they compute the same, add allow_program_change=true"
-        raise RunError(f"program=run: {path} imports what has changed since ({', '.join(different)}): {fix}")
+    before, now = ({**files, name: ""} for files in (record.get("files", {}), _hashes(name, path)))
+    if (different := changed(before, now)) and not is_changed:
+        fix = "take these from the run's commit; only if they compute the same, add allow_program_change=true"
+        raise RunError(f"program=run: {path} imports what has changed, or is not here ({', '.join(different)}): {fix}")
     return load(str(path))
 
 

@@ -1,7 +1,8 @@
 """Output for a person at a terminal: errors, lines, bars, and how a process ends.
 
 Printing never ends a program. Lines that standard output does not take (a full disk, a closed pipe) go to standard
-error and to `messages.txt` of the run folder; without one, the program ends with status 1.
+error and to `messages.txt` of the run folder; without one, the program ends with status 1, and says nothing more if
+the reader of its pipe has ended.
 """
 
 import atexit
@@ -88,9 +89,12 @@ class _Output:
             sys.stdout.flush()
             self.is_failing = False
         except (OSError, ValueError) as error:
-            if not self.is_failing:
+            is_left = isinstance(error, BrokenPipeError) and _messages is None  # `head` has read enough of a tool
+            if not self.is_failing and not is_left:
                 print_error(f"standard output cannot be written ({error}); it goes on here", "warning")
             self.is_failing = True
+            if is_left:
+                return
             if text.endswith("\n"):  # bars do not end so
                 _write_error(text)
                 if _messages is not None:
@@ -140,9 +144,17 @@ def keep_messages(folder: Path) -> None:
     _messages = folder / "messages.txt"
 
 
+def has_rows(file: Any) -> bool:
+    """Whether this is a terminal that shows bars: that of mpirun has no rows, and tqdm shows nothing there."""
+    try:
+        return file.isatty() and os.get_terminal_size(file.fileno()).lines > 0
+    except (OSError, ValueError):  # it does not say
+        return True
+
+
 def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """tqdm's bar in a terminal; elsewhere a line every SILENT_S."""
-    if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
+    if sys.stderr is not None and not sys.stderr.closed and has_rows(sys.stderr):
         return _tqdm()(items, **options)
     form = "{desc}{n_fmt} of {total_fmt}{unit}, {elapsed}\n"
     every = {"delay": SILENT_S, "mininterval": SILENT_S, "maxinterval": SILENT_S}
@@ -184,7 +196,7 @@ class Progress:
 
     def __init__(self, total: int, done: int):
         self._total, self._bar = total, None
-        if _OUTPUT.isatty():
+        if has_rows(_OUTPUT):
             form = "step {n_fmt}/{total_fmt} |{bar}| {desc}"
             self._bar = _tqdm()(total=total, initial=done, file=_OUTPUT, dynamic_ncols=True, bar_format=form)
 

@@ -389,7 +389,7 @@ REFUSED = [
     ('mesh.c=3', 'training.tokens.len = 64: dim L has size 64, which axis c=3 cannot divide: set it to 63 or 66'),
     ('mesh.c=64 mesh.d=1', 'dim l has size 32, which axis c=64 cannot divide'),
     ('family=mixtral mesh.e=3', 'dim E has size 8, which axis e=3 cannot divide'),
-    ('+experts=small mesh.c=2 mesh.d=1 model.capacity_parts=2', 'model.capacity_parts = 2: on mesh.c = 2 expected 4'),
+    ('+experts=small mesh.c=2 mesh.d=1 model.capacity_parts=2', 'expected a multiple of 2 · mesh.c = 4: set it to 4'),
     ('+experts=small model.capacity_parts=3', 'of rows of training.tokens.len = 64: set it to a divisor'),
     ('mesh.r=128', 'dim M has size 256, which axes d=4 × r=128 cannot divide: set it to 512'),
     ('training.pieces=2', 'training.pieces = 2: mesh.p = 1 has no stages to cut'),

@@ -11,24 +11,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 
-from models.huggingface import Source, weights_in
+from models.huggingface import Source, averaged, weights_in
 from models.likelihoods import Pair, room_of
 from models.mesh import placed
 from runtime import program
+from runtime.check import check_sizes
 from runtime.checkpoints.checkpoint import open_newest, restore
+from runtime.config.rebuild import Origins
 from runtime.config.resume import config_of
-from runtime.data.sources import kept_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, progress
 from shardlib.mesh import current_mesh
 from shardlib.shardtypes import make_shardings
 from tools.hosts import is_first
-from tools.ready import OnDevices, ReadyModel
+from tools.ready import OnDevices, ReadyModel, tokenizer_of
 from tools.tasks import Scorer
 
 
@@ -43,7 +45,8 @@ class OwnProgram:
         with ThreadPoolExecutor(1) as pool:
             self.checkpoint = open_newest(keys.model, pool)
         path, attributes = self.checkpoint.path, self.checkpoint.attributes
-        self.folder = Path(path).parents[1]
+        # Of a run in an object store program.py is here, where the run was.
+        self.folder = Path("runs", path.split("/")[-3]) if "://" in path else Path(path).resolve().parents[1]
         if "family" in attributes:
             raise RunError(f"program=run: {path} is of a file of models/, of which a run keeps no copy: leave it out")
         self.trainer = program.of_run(self.folder, attributes, is_changed=keys.allow_program_change)
@@ -54,24 +57,28 @@ class OwnProgram:
         self.config = replace(config, mesh=replace(config.mesh, **{axis: asked.get(axis, 1) for axis in axes}))
 
     def scorer(self, compute_dtype: str | None, length: int) -> "OwnScorer":
-        """A `Scorer` on the current mesh."""
-        config, trainer, tokenizer = self.config, self.trainer, kept_tokenizer(self.folder)
+        """A `Scorer` on the current mesh. compute_dtype: where the model has such a key."""
+        config, trainer, model = self.config, self.trainer, self.config.model
+        if compute_dtype is not None and hasattr(model, "compute_dtype"):
+            model = replace(model, compute_dtype=compute_dtype)
+        source = Source(self.checkpoint, None, model, self.folder)
+        tokenizer = tokenizer_of(source)
         if tokenizer is None:
-            raise RunError(f"{self.folder} has no tokenizer, which texts need")
-        if compute_dtype is not None:
-            config = replace(config, model=replace(config.model, compute_dtype=compute_dtype))
-        state, _ = trainer.shapes(config)
-        like = {"weights": with_shardings(state, trainer.State).weights}
+            raise RunError(f"{self.folder} has no tokenizer, which texts need: give its data one (docs/data.md)")
+        state = jax.eval_shape(functools.partial(trainer.init_state, model), np.uint32(0))
+        sizes = SimpleNamespace(mesh=config.mesh, model=model, training=(), origins=Origins())
+        like = {"weights": with_shardings(check_sizes(sizes, trainer.State, state), trainer.State).weights}
         with ThreadPoolExecutor() as pool:
-            weights = restore(replace(self.checkpoint, arrays=weights_in(self.checkpoint)), like, pool)["weights"]
-        _, add_batch = trainer.mapped_steps(config, tokenizer.bos_id)
-        source = Source(self.checkpoint, None, config.model, self.folder)
+            arrays = weights_in(averaged(self.checkpoint))
+            weights = restore(replace(self.checkpoint, arrays=arrays), like, pool)["weights"]
+        _, add_batch = trainer.mapped_steps(replace(config, model=model), tokenizer.bos_id)
         ready = ReadyModel(None, source, tokenizer, (tokenizer.bos_id,), (), config.training.tokens.len)
         return OwnScorer(ready, length, functools.partial(jax.jit(add_batch), weights), trainer.TokenBatch)
 
 
 class OwnScorer(Scorer):
-    """Log likelihoods by a validation step. A row begins with bos_id in the place of its first token, as in training.
+    """Log likelihoods by a validation step. Its rows begin with bos_id, as in training, also where `Scorer` begins with
+    another token: with the one before a window of a text, or with the first that is left of a long context.
 
     Args:
       add_batch: the trainer's validation step, without its weights.
@@ -94,9 +101,8 @@ class OwnScorer(Scorer):
     def _log_probability(self, context: Sequence[int], continuation: Sequence[int]) -> float:
         ids, first = [*context, *continuation][1:], len(context) - 1
         shape = self.rows, room_of(len(ids), self.length)
-        targets, is_start, is_target = np.zeros(shape, np.uint32), np.zeros(shape, bool), np.zeros(shape, bool)
+        targets, is_target = np.zeros(shape, np.uint32), np.zeros(shape, bool)
         targets[0, : len(ids)], is_target[0, first : len(ids)] = ids, True
-        is_start[0, len(ids) :] = True
-        batch = placed(self.batch_type(targets, is_start, is_target), self.batch_type)
-        loss, _ = self.add_batch(np.float32(0), np.float32(0), batch)
+        batch = self.batch_type(targets=targets, is_seq_start=np.zeros(shape, bool), is_target=is_target)
+        loss, _ = self.add_batch(np.float32(0), np.float32(0), placed(batch, self.batch_type))
         return -float(loss)

@@ -190,7 +190,7 @@ def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
             require_same_program(source, None, "allow_program_change=true")
         shapes = with_shardings(shapes, narrowed(family.Weights, shapes))
         weights = restored(source, model, shapes, pool)
-    tokenizer = _tokenizer(source)
+    tokenizer = tokenizer_of(source)
     start, end = around(source, tokenizer)
     decoder_start = None
     if family.KIND == "both":
@@ -232,7 +232,7 @@ def mask_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
 Around = tuple[tuple[int, ...], tuple[int, ...]]  # ids that stand before a text, and behind it
 
 
-def _tokenizer(source: Source) -> Tokenizer | None:
+def tokenizer_of(source: Source) -> Tokenizer | None:
     tokenizer = kept_tokenizer(source.folder)
     if tokenizer is None and source.config is None:  # an older run did not keep it: its data has it
         data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")

@@ -111,7 +111,7 @@ class Scorer:
         ]
 
     def cut(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """A pair longer than `length` loses the beginning of its context, as in lm-eval-harness."""
+        """A pair longer than `length` loses its beginning, as in lm-eval-harness."""
         if self.kind == "both":  # an encoder's row and a decoder's
             kept = [(before[-self.length :], after[-self.length :]) for before, after in pairs]
         else:  # the last token is no input of a decoder

@@ -110,10 +110,12 @@ def reached(folder: Path, is_known: bool) -> list[str]:
             value = f"{last[name]:.4f}" if isinstance(last[name], float) else last[name]
             done += f", {name.replace('_', ' ')} {value}"
     page = folder / "report.html"
+    has_texts = (folder / "tokenizer_record.json").exists()
     decodes = f"python -m tools.generate {folder} "
-    decodes += "writes text." if (folder / "tokenizer_record.json").exists() else "prompt_ids=[1] output=ids draws ids."
+    decodes += "writes text." if has_texts else "prompt_ids=[1] output=ids draws ids."
     if not is_known:
-        decodes = f"python -m tools.score {folder} FILE program=run scores it with its own program, which was changed."
+        decodes = "its program was changed: tools.generate and tools.convert say what they need for it."
+        decodes += f" python -m tools.score {folder} FILE program=run scores it." if has_texts else ""
     return [
         f"{done}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),

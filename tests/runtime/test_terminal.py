@@ -1,10 +1,15 @@
 """Printing: it never ends a run, what standard output does not take is said elsewhere, and names are only text."""
 
 import dataclasses
+import fcntl
 import io
 import os
+import pty
+import shlex
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
@@ -99,6 +104,26 @@ def test_what_a_tool_says_is_not_lost(arguments, last):
         )
     assert done.returncode == 1 and done.stderr.endswith(f"{last}\n")
     assert "Traceback" not in done.stderr and done.stderr.startswith("warning: standard output cannot be written (")
+
+
+def test_a_tool_whose_reader_has_enough():
+    """As `| head` does it: nothing more is said."""
+    program = "from runtime.terminal import print_line\nfor n in range(9999): print_line('x' * 99)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -1"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("x" * 99 + "\n", "")
+
+
+def test_a_terminal_without_rows_gets_lines():
+    """As that of mpirun, in which tqdm's bars show nothing; one with rows gets a bar."""
+    program = "from runtime.terminal import Progress; bar = Progress(3, 0); bar.show(1, 'loss 7.25'); bar.close()"
+    for rows, shown in ((0, "step 1/3: loss 7.25"), (24, "step 1/3 |")):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 80 * (rows > 0), 0, 0))
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=theirs, check=True)
+        assert shown in os.read(ours, 4096).decode()
+        os.close(theirs)
+        os.close(ours)
 
 
 def test_a_signal_in_the_first_line():

@@ -15,12 +15,15 @@ import jax
 import numpy as np
 import pytest
 import reference
+import small
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
+from several_hosts import where
 
 from models import huggingface, likelihoods
 from models.decoding import Generator, Programs
 from runtime import program
+from runtime.checkpoints.checkpoint import open_newest, read_leaf
 from runtime.data import tokenizers
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
@@ -155,9 +158,9 @@ def jsonl(path, *records):
 TEXT = "the cat sat on the mat. the mat sat on the cat."
 
 
-def nats_of(cat_run, text, length, pool, **keys):
+def nats_of(cat_run, text, length, pool, bos_id=None, **keys):
     """What a plain float64 model, with these keys, gives a text of bytes, in windows of `length`, each after one byte
-    of the window before, the last filled up."""
+    of the window before, or bos_id, the last filled up."""
     source = huggingface.open_weights(cat_run, pool)
     model = dataclasses.replace(source.model, **keys)
     with on_mesh(1, 1):
@@ -170,7 +173,9 @@ def nats_of(cat_run, text, length, pool, **keys):
         first = max(end - length - 1, 0) if start > 1 else 0
         targets = np.array([ids[first + 1 : end]], np.uint32)
         starts = np.zeros(targets.shape, bool)
-        logits = reference.logits(tree, reference.Batch(targets, starts, ~starts), model, bos_id=ids[first])[0]
+        logits = reference.logits(
+            tree, reference.Batch(targets, starts, ~starts), model, bos_id=ids[first] if bos_id is None else bos_id
+        )[0]
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         nats -= log_probs[np.arange(len(logits)), targets[0]][start - first - 1 :].sum()
     return nats
@@ -432,14 +437,41 @@ def changed_run(cat_run, tmp_path, monkeypatch):
 
 def test_a_changed_program_is_scored_by_itself(changed_run, said, tmp_path, pool):
     """models/ refuse the run, and name what differs and program=run. With that its bits a byte are those of the plain
-    formula with the other base."""
+    formula with the other base; all windows begin with bos_id. A comment in program.py changes nothing."""
     (tmp_path / "text.txt").write_text(TEXT[:31])
     refused = said(changed_run, tmp_path / "text.txt", status=1)
-    assert "differ (rotary)" in refused and ", or to be scored tools.score program=run; only if they" in refused
+    assert "differ (rotary)" in refused and "(tools.score program=run only scores it); only if they" in refused
     found = values_of(said(changed_run, tmp_path / "text.txt", "program=run"))
     nats, before = (nats_of(changed_run, TEXT[:31], 32, pool, **keys) for keys in ({"rope_max_timescale": 50.0}, {}))
     assert found[str(tmp_path / "text.txt"), "bits_per_byte"] == pytest.approx(nats / 31 / math.log(2), abs=1e-4)
     assert abs(nats - before) > 0.1
+    (tmp_path / "text.txt").write_text(TEXT)
+    with (changed_run / "program.py").open("a") as file:
+        file.write("# a comment\n")
+    found = values_of(said(changed_run, tmp_path / "text.txt", "program=run", "length=20"))
+    nats = nats_of(changed_run, TEXT, 20, pool, bos_id=0, rope_max_timescale=50.0)
+    assert found[str(tmp_path / "text.txt"), "bits_per_byte"] == pytest.approx(nats / 47 / math.log(2), abs=1e-4)
+
+
+def test_any_trainer_scores_its_run(cat_run, said, monkeypatch, tmp_path, pool, capsys):
+    """The smallest one, which has other axes and no compute_dtype, on a mesh of t: as numpy has it. A mesh that it
+    lacks is refused."""
+    abc = program.load("tests.abc_trainer")
+    data = f"flat_tokens.filespec={cat_run.parent}/text.zarr"
+    keys = [*where(tmp_path / "abc"), data, "model.vocab=260", f"--config-dir={ROOT}/tests", "--config-name=abc"]
+    assert small.start(monkeypatch, abc.main, abc.Config, *keys) == 0
+    capsys.readouterr()
+    (text := tmp_path / "text.txt").write_text(TEXT[:31])
+    found = values_of(said(tmp_path / "abc", text, "program=run", "mesh.t=2"))
+    arrays = open_newest(str(tmp_path / "abc"), pool)
+    table, w_in, w_out = (read_leaf(arrays, f"weights/{name}", pool) for name in ("table", "w_in", "w_out"))
+    ids = [0, *(byte + 1 for byte in TEXT[:31].encode())]
+    x = table[ids[:-1]]
+    logits = (x + np.tanh(x @ w_in) @ w_out.T) @ table.T
+    nats = (np.log(np.exp(logits).sum(-1)) - logits[np.arange(31), ids[1:]]).sum()
+    assert found[str(text), "bits_per_byte"] == pytest.approx(nats / 31 / math.log(2), abs=1e-4)
+    refused = said(tmp_path / "abc", text, "program=run", "mesh.d=2", status=1)
+    assert "mesh.d: the program of " in refused and " has the axes a, t, c" in refused
 
 
 def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch, tmp_path):
@@ -453,11 +485,17 @@ def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch, tmp
     with monkeypatch.context() as patch:
         hashes = program._hashes
         patch.setattr(program, "_hashes", lambda *of: hashes(*of) | {"kernels.attention": "of another"})
-        assert "program.py imports what has changed since (kernels.attention): take" in said(*own, text, status=1)
+        refused = said(*own, text, status=1)
+        assert "program.py imports what has changed, or is not here (kernels.attention): take these" in refused
         said(*own, text, "allow_program_change=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "_record", lambda of: None)
+        assert "program.py is not the program that its checkpoint names: put" in said(*own, text, status=1)
     with (changed_run / "program.py").open("a") as file:
-        file.write("# edited\n")
+        file.write("edited = 1\n")
     assert "program.py is not the program that its checkpoint names: put" in said(*own, text, status=1)
+    (changed_run / "program.py").write_text("(")
+    assert "program.py is no Python: SyntaxError" in said(*own, text, status=1)
     (changed_run / "program.py").unlink()
     assert "program.py cannot be read" in said(*own, text, status=1)
 
