@@ -20,6 +20,7 @@ import pathlib
 import re
 import shlex
 import sys
+import textwrap
 
 import train
 import train_any
@@ -95,9 +96,8 @@ def families(old):
                 reason = re.sub(r"model.n_kv = \d+", "model.n_kv", " ".join(said[2].split()))
                 names, whats = refused.setdefault(reason, ({}, {}))
                 names[f"`{name}`"] = whats[what] = None  # a set in the order of insertion
-    return "".join(
-        f"- {', '.join(names)}, {', '.join(whats)}: {reason}\n" for reason, (names, whats) in refused.items()
-    )
+    lines = (f"- {', '.join(names)}, {', '.join(whats)}: {reason}" for reason, (names, whats) in refused.items())
+    return "".join(textwrap.fill(line, 120, subsequent_indent="  ") + "\n" for line in lines)
 
 
 def keys(old, *names):

@@ -51,6 +51,8 @@ class OwnProgram:
             raise RunError(f"program=run: {path} is of a file of models/, of which a run keeps no copy: leave it out")
         self.trainer = program.of_run(self.folder, attributes, is_changed=keys.allow_program_change)
         config: Any = config_of(self.trainer.Config, attributes)
+        if keys.compute_dtype is not None and not hasattr(config.model, "compute_dtype"):
+            raise RunError(f"compute_dtype: the model of {path} has no such key: leave it out")
         axes, asked = vars(config.mesh), vars(keys.mesh)
         if missing := [f"mesh.{axis}" for axis in asked.keys() - axes.keys() if asked[axis] > 1]:
             raise RunError(f"{missing[0]}: the program of {path} has the axes {', '.join(axes)}")

@@ -80,8 +80,9 @@ def main(config: Score) -> None:
     own = OwnProgram(config) if config.program == "run" else None
     with contextlib.closing(results), jax.set_mesh(start_mesh(config, own and own.config.mesh)):
         tasks = [(file, *read_task(file, config.limit)) for file in config.tasks]
-        if own is not None and (config.harness or score_questions in [how for _, how, _ in tasks]):
-            raise RunError("program=run scores choices and texts: for answers and the harness leave it out")
+        asks = config.harness or score_questions in [how for _, how, _ in tasks]
+        if own is not None and (asks or config.rows != Scoring.rows):
+            raise RunError("program=run scores choices and texts, one by one: answers, harness and rows are without it")
         check_tasks(None, tasks)
         if config.harness:
             judge = Judge(config, "harness")

@@ -472,6 +472,9 @@ def test_any_trainer_scores_its_run(cat_run, said, monkeypatch, tmp_path, pool, 
     assert found[str(text), "bits_per_byte"] == pytest.approx(nats / 31 / math.log(2), abs=1e-4)
     refused = said(tmp_path / "abc", text, "program=run", "mesh.d=2", status=1)
     assert "mesh.d: the program of " in refused and " has the axes a, t, c" in refused
+    assert "compute_dtype: the model of " in said(
+        tmp_path / "abc", text, "program=run", "compute_dtype=float32", status=1
+    )
 
 
 def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch, tmp_path):
@@ -479,9 +482,8 @@ def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch, tmp
     text, ask = tmp_path / "text.txt", jsonl(tmp_path / "ask.jsonl", {"question": "who?", "answer": "a cat"})
     text.write_text(TEXT)
     own = [changed_run, "program=run"]
-    expected = "program=run scores choices and texts: for answers and the harness leave it out"
-    assert expected in said(*own, ask, status=1)
-    assert expected in said(*own, "harness=arc_easy", status=1)
+    for asked in ([ask], ["harness=arc_easy"], [text, "rows=2"]):
+        assert "program=run scores choices and texts, one by one" in said(*own, *asked, status=1)
     with monkeypatch.context() as patch:
         hashes = program._hashes
         patch.setattr(program, "_hashes", lambda *of: hashes(*of) | {"kernels.attention": "of another"})
