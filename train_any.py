@@ -100,8 +100,8 @@ class Config(RunConfig):
     CONFIG: ClassVar[str] = 'any_synthetic'
 
     mesh: Mesh
-    # `family`, a file of models/ (llama by default), and the keys of its Model. With initial_weights, only what differs
-    # from theirs: model.compute_dtype=float32.
+    # `family`, a file of models/ (llama by default), and the keys of its Model, which family=NAME --help explains. With
+    # initial_weights, only what differs from theirs: model.compute_dtype=float32.
     model: dict[str, Any] = field(default_factory=dict)
     training: Training
     lora: Lora = field(default_factory=Lora)
@@ -234,6 +234,19 @@ def has_key(key: str) -> bool:
     """Whether the key can be set here, for some family."""
     of_models = (all_keys(importlib.import_module(file).Model, 'model.') for file in TRAINED)
     return key == 'model.family' or any(key in keys for keys in (all_keys(Config), *of_models))
+
+
+def explained(keys: dict[str, Any]) -> type:
+    """The Config with the keys of its family's Model, for --help. keys: those of `model`."""
+    if (file := f'models.{keys.get("family")}') not in TRAINED:
+        return Config
+    Model: Any = importlib.import_module(file).Model
+
+    @dataclass(frozen=True, kw_only=True)
+    class Explained(Config):
+        model: Model  # `family`, a file of models/, and the keys of its Model, here of the chosen one
+
+    return Explained
 
 
 def family_of(model: Any) -> ModuleType:

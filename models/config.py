@@ -82,18 +82,18 @@ class Fields:
 # == What every model has ==============================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    d_model: Count  # M
-    n_kv: Count  # K, heads of keys
-    d_head: Count  # D
-    layers: Count
-    vocab: Count  # V
-    d_ff: Count  # F
+    d_model: Count  # M, length of the vector that each token has between layers
+    n_kv: Count  # K, heads of keys and values
+    d_head: Count  # D, length of a head's vectors
+    layers: Count  # how many
+    vocab: Count  # V, token ids are 0 to vocab - 1
+    d_ff: Count  # F, length of the feed-forward network's hidden vector
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # type of activations and matrix products
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(Sizes):
-    attention: KernelName = 'auto'  # a kernel of kernels/attention.py
+    attention: KernelName = 'auto'  # a kernel of kernels/attention.py; einsum: written out; auto: by device
 
 
 # == A table of fields =================================================================================================
@@ -205,10 +205,10 @@ class RopeScaling:
     original_length are slowed by factor; those that turn more than `high` times are not."""
 
     kind: Literal['linear', 'llama3', 'yarn']  # linear slows all; the others differ between low and high
-    factor: Positive
-    original_length: Count = 8192
-    low: Positive = 1.0
-    high: Positive = 4.0
+    factor: Positive  # by which rotations are slowed
+    original_length: Count = 8192  # of the rows before it was trained for longer ones
+    low: Positive = 1.0  # turns within original_length: pairs with fewer are slowed by the whole factor
+    high: Positive = 4.0  # pairs with more are not slowed
     attention_factor: Positive = 1.0  # times q and times k
 
 

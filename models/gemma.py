@@ -39,8 +39,8 @@ KIND = 'decoder'
 
 @dataclass(frozen=True, kw_only=True)
 class Model(DecoderSizes):
-    n_q_per_kv: Count  # Q
-    d_head: Even  # D
+    n_q_per_kv: Count  # Q, query heads for each head of keys and values
+    d_head: Even  # D, length of a head's vectors, whose two halves rotary embeddings turn
     rope_max_timescale: Positive = 10000.0  # base of the rotary angles
     rope_scaling: RopeScaling | None = None  # not for layers with a window, if those have another base
     rope_local_timescale: Positive | None = None  # base of the rotary angles in layers with a window (Gemma 3)

@@ -30,7 +30,7 @@ KIND = 'decoder'
 class Model(DecoderSizes):
     positions: Count  # P, rows of the table of positions; no row of tokens may be longer
     first_position: Steps = 0  # the row of the table that the first token takes (OPT: 2)
-    activation: Literal['gelu_tanh', 'gelu', 'relu'] = 'gelu_tanh'
+    activation: Literal['gelu_tanh', 'gelu', 'relu'] = 'gelu_tanh'  # between the feed-forward's two matrices
     norm_eps: Positive = 1e-5  # added to the variance in layer norms
 
 

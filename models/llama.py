@@ -23,8 +23,8 @@ KIND = 'decoder'
 
 @dataclass(frozen=True, kw_only=True)
 class Model(DecoderSizes):
-    n_q_per_kv: Count  # Q
-    d_head: Even  # D
+    n_q_per_kv: Count  # Q, query heads for each head of keys and values
+    d_head: Even  # D, length of a head's vectors, whose two halves rotary embeddings turn
     rope_max_timescale: Positive  # base of the rotary angles
     rope_scaling: RopeScaling | None = None
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm

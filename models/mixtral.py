@@ -24,11 +24,12 @@ KIND = 'decoder'
 
 @dataclass(frozen=True, kw_only=True)
 class Model(llama.Model):  # d_ff is H, of one expert
-    experts: Count  # E
-    experts_per_token: Count  # X
+    experts: Count  # E, feed-forward networks in a layer
+    experts_per_token: Count  # X, experts that a token goes to
     shared_experts: Steps = 0  # further experts, to which every token goes (no published model)
     weights_add_to_one: bool = True  # those of the chosen experts; else they are the softmax over all (OLMoE)
-    capacity: Positive | None = None  # an expert's slots, over the tokens that it gets on average; none: no limit
+    # An expert's slots, over the tokens that it gets on average; null: no limit (dropless).
+    capacity: Positive | None = None
     capacity_parts: Count = 1  # parts of a row, each with separate slots; a multiple of 2 · mesh.c if c is more than 1
 
     def __post_init__(self) -> None:

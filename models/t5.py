@@ -36,9 +36,9 @@ KIND = 'both'
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Sizes):
-    encoder_layers: Count
+    encoder_layers: Count  # how many
     layers: Count  # the decoder's layers
-    buckets: Count = 32  # N; an encoder's are half for keys before the query, half for those after it
+    buckets: Count = 32  # N, of distances; an encoder's are half for keys before the query, half for those after it
     max_distance: Count = 128  # longer ones share one bucket
     gated: bool = True  # gelu(gate) · up (1.1); else relu(up) (1.0)
     tied: bool = False  # the embedding / sqrt(M) is the unembedding (1.0)

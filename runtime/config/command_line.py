@@ -174,9 +174,9 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
     _prepare(config_class, is_trusted=TRUST in parsed.overrides)
 
-    @functools.cache
-    def page() -> str:
-        return help_page(main, config_class, config_class.CONFIG, CONFIG_FOLDER).replace("$", "$$")
+    def page(*, _root_: Any) -> str:
+        explained = getattr(sys.modules[main.__module__], "explained", lambda model: config_class)
+        return help_page(main, explained(_root_.get("model")), config_class.CONFIG, CONFIG_FOLDER).replace("$", "$$")
 
     @functools.wraps(main)  # so that hydra names the job after main's file
     def job(composed: DictConfig) -> None:

@@ -65,9 +65,12 @@ TOOLS = [
     serve.Serve, score.Score,
 ]  # fmt: skip
 SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt]
+FAMILIES = [train_any.explained({"family": file.removeprefix("models.")}) for file in train_any.TRAINED]
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan_step.plan_class(train), *TOOLS, *SEVERAL_NEEDED])
+@pytest.mark.parametrize(
+    "config_class", [train.Config, plan_step.plan_class(train), *FAMILIES, *TOOLS, *SEVERAL_NEEDED]
+)
 def test_no_key_is_without_explanation(config_class):
     """Each key of a run and of a tool says what it is."""
     explained = explanations(config_class)
@@ -103,8 +106,8 @@ def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
             load(config_class)
 
 
-def printed_help(monkeypatch, capsys, main, config_class):
-    monkeypatch.setattr("sys.argv", ["program.py", "--help"])
+def printed_help(monkeypatch, capsys, main, config_class, *keys):
+    monkeypatch.setattr("sys.argv", ["program.py", *keys, "--help"])
     with contextlib.suppress(SystemExit):  # hydra's way
         run(main, config_class)
     return capsys.readouterr().out
@@ -121,7 +124,15 @@ def test_help_of_a_run(monkeypatch, capsys):
     assert "  training.tokens.batch: int\n" in text and "  io.max_io_threads: int = 64\n" in text
     assert '  model.compute_dtype: bfloat16 or float32 = "bfloat16"\n' in text
     assert "      HOST:PORT, where process 0 listens and all others reach it; null: found\n" in text
-    assert "\n  family=" in printed_help(monkeypatch, capsys, train_any.main, train_any.Config)
+
+
+def test_help_of_a_family(monkeypatch, capsys):
+    """train_any explains the keys of the chosen family's Model too."""
+    of_any = monkeypatch, capsys, train_any.main, train_any.Config
+    text, of_experts = printed_help(*of_any), printed_help(*of_any, "family=olmoe")
+    assert "\n  family=" in text and "  model.tied: bool = false\n" in text and "model.experts" not in text
+    assert "  model.experts_per_token: int\n" in of_experts
+    assert "  model: dict = {}\n" in printed_help(*of_any, "--config-name=finetune_smollm2")
 
 
 def test_help_of_a_tool(monkeypatch, capsys):
