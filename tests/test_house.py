@@ -1,4 +1,4 @@
-"""The rules of the house: sizes, who may import whom, and that all transfers of train.py are in strings."""
+"""The rules of the house: sizes, logs, who may import whom, and that all transfers of train.py are in strings."""
 
 import ast
 import pathlib
@@ -82,6 +82,17 @@ def test_lines_have_120_columns():
 def test_the_docs_are_short():
     """README.md and the pages of docs/ have at most 125,000 bytes together."""
     assert sum(page.stat().st_size for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]) <= 125_000
+
+
+def test_every_log_has_one_dated_table():
+    """Each page of log/ has one table, and a date in its name that stands in its first paragraph too."""
+    logs = sorted((ROOT / "log").glob("*.md"))
+    assert logs
+    for path in logs:
+        date, text = path.name.partition("_")[0], path.read_text()
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", date) and date in text.split("\n\n")[1], f"{path.name}: its date"
+        tables = re.findall(r"^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$", text, re.M)  # the line under the heads
+        assert len(tables) == 1, f"{path.name}: {len(tables)} tables"
 
 
 def modules():
