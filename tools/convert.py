@@ -65,28 +65,26 @@ def main(config: Convert) -> None:
         if source.family is not None and not config.allow_program_change:
             require_same_program(source, None, "allow_program_change=true", is_published=True)
         kind = (source.config or {}).get("model_type", name_of(source))
-        if config.adapter:
-            with written_whole(to) as folder:
+        with written_whole(to) as folder:
+            if config.adapter:
                 export_adapters(source, folder)
-            return print_line(f"{source.checkpoint.path} -> {to}: adapters of {kind}")
-        if source.is_published:
-            if config.dtype is not None:
-                raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
-            with written_whole(to) as folder:
+            elif source.is_published:
+                if config.dtype is not None:
+                    raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
                 bring_in(source, folder, pool)
-        else:
-            known = source.config or {}
-            dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
-            with written_whole(to) as folder:
+            else:
+                known = source.config or {}
+                dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
                 export(source, folder, dtype, pool, fields_of(source) if source.config is None else None)
                 writes = getattr(source.family, "KIND", "") == "decoder"
                 copy_tokenizer(source.folder, folder, begins=writes and source.config is None)
-            if capacity := getattr(source.model, "capacity", None):
-                print_error(
-                    f"model.capacity = {capacity}: this may drop tokens, the published model drops none", "note"
-                )
-            kind = read_json(to / "config.json")["model_type"]
-    print_line(f"{source.checkpoint.path} -> {to}: {kind}, {count(source):,} parameters")
+                kind = read_json(folder / "config.json")["model_type"]
+                if capacity := getattr(source.model, "capacity", None):
+                    text = f"model.capacity = {capacity}: this may drop tokens, the published model drops none"
+                    print_error(text, "note")
+    count = sum(math.prod(x.shape) for name, x in source.checkpoint.arrays.items() if name.startswith("weights/"))
+    what = f"adapters of {kind}" if config.adapter else f"{kind}, {count:,} parameters"
+    print_line(f"{source.checkpoint.path} -> {to}: {what}")
 
 
 @contextlib.contextmanager
@@ -172,12 +170,6 @@ def fields_of(source: Source) -> dict[str, int | None]:
     end = tokenizer.special_tokens.get("eos_token")
     ends = tokenizer.backend.token_to_id(end) if end else None
     return fields | {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
-
-
-def count(source: Source) -> int:
-    return sum(
-        math.prod(x.shape) for name, x in source.checkpoint.arrays.items() if "weights" in name.partition("/")[0]
-    )
 
 
 if __name__ == "__main__":
