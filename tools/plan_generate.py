@@ -10,7 +10,6 @@ import jax
 from ledger.count.step import Ledger, of_step
 from ledger.units import gigabytes
 from models import decoding
-from models.huggingface import require_same_program
 from models.mesh import Mesh as FamilyMesh
 from runtime.config.keys import Count
 from runtime.terminal import RunError
@@ -44,21 +43,19 @@ def title_of(config: PlanGenerate, ledger: Ledger, cache_bytes: int) -> str:
 
 
 def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
-    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split model or rows,
-    and as `require_same_program`."""
+    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split rows, and as
+    `opened`."""
     mesh = vars(FamilyMesh(**vars(config.mesh)))
     (axis, devices), *_ = vars(config.mesh).items()
     if config.rows % devices:
         raise RunError(f"rows = {config.rows} cannot be divided among mesh.{axis} = {devices} devices")
     with jax.sharding.use_abstract_mesh(abstract_mesh(mesh)), ThreadPoolExecutor() as pool:
-        source, model, weights = opened(config.model, mesh, config.compute_dtype, pool)
+        source, weights = opened(config, mesh, config.compute_dtype, pool)
         require_writer(source)
-        if not config.allow_program_change:
-            require_same_program(source, None, "allow_program_change=true")
         slots = -(-config.length // decoding.SLOTS) * decoding.SLOTS
         decoding.is_planned = True
         try:
-            programs = decoding.Programs(source.family, model, weights, config.weights)
+            programs = decoding.Programs(source.family, source.model, weights, config.weights)
             traced = decoding.traced_step(programs, weights, config.rows, slots)
         finally:
             decoding.is_planned = False

@@ -143,25 +143,30 @@ def start_mesh(config: OnDevices, mesh: Any = None) -> jax.sharding.Mesh:
         return start(SimpleNamespace(mesh=mesh, origins=Origins(), check_only=False, **hosts))
 
 
-def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:
-    """A model of models/: where it is, what it computes, and the shapes of its weights, which a mesh can split.
+def opened(config: Any, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any]:
+    """A model of models/ as it is computed, and the shapes of its weights, which a mesh can split.
 
     Args:
+      config: has the keys `model` and `allow_program_change`.
       axes: the sizes of the mesh's.
       compute_dtype: None is the model's.
     Raises:
-      RunError: there is none, it is of no family, or the mesh cannot split it.
+      RunError: there is none, it is of no family, the mesh cannot split it, and as `require_same_program`.
     """
-    source = open_weights(path, pool)
+    source = open_weights(config.model, pool)
     if source.family is None:
-        raise RunError(f"{path}: models/ does not compute this model: write a family for it (docs/recipes/family.md)")
+        fix = "write a family for it (docs/recipes/family.md)"
+        raise RunError(f"{config.model}: models/ does not compute this model: {fix}")
+    if not config.allow_program_change:
+        require_same_program(source, None, "allow_program_change=true")
     act.dtype = stored.dtype = compute_dtype or source.model.compute_dtype
     model = replace(source.model, compute_dtype=act.dtype)
     shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
     type_ = narrowed(source.family.Weights, shapes)
     mesh_of_run = SimpleNamespace(mesh=SimpleNamespace(**axes), model=model, training=(), origins=Origins())
     check_sizes(mesh_of_run, type_, shapes)
-    return source, model, jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
+    shapes = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
+    return replace(source, model=model), shapes
 
 
 def compute_dtype(config: OnDevices) -> str | None:
@@ -175,26 +180,15 @@ def require_writer(source: Source) -> None:
 
 
 def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
-    """Reads a model onto the current mesh.
-
-    Args:
-      is_read: a model that writes is a `Reader` too.
-    Raises:
-      RunError: as `opened` and `require_same_program`, and for a value in the published files.
-    """
+    """Reads a model onto the current mesh. is_read: as in `with_weights`. Raises RunError as `opened`, and for a value
+    in the published files."""
     mesh: Any = current_mesh()
     with ThreadPoolExecutor() as pool:
-        source, model, shapes = opened(config.model, mesh.shape, compute_dtype(config), pool)
+        source, shapes = opened(config, mesh.shape, compute_dtype(config), pool)
         family: Any = source.family
-        if not config.allow_program_change:
-            require_same_program(source, None, "allow_program_change=true")
-        shapes = with_shardings(shapes, narrowed(family.Weights, shapes))
-        weights = restored(source, model, shapes, pool)
+        weights = restored(source, source.model, with_shardings(shapes, narrowed(family.Weights, shapes)), pool)
     tokenizer = tokenizer_of(source)
-    start, end = around(source, tokenizer)
-    decoder_start = None
-    if family.KIND == "both":
-        decoder_start = whole_number(source.decoder_start, f"{source.folder}: decoder_start_token_id", 0, model.vocab)
+    special_id = special_of(source, tokenizer)
     if tokenizer is not None and not tokenizer.chat_template:
         tokenizer = replace(tokenizer, chat_template=CHATML)
     if source.config is None:
@@ -203,15 +197,29 @@ def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
         length = source.config.get("max_position_embeddings")
         length = 2**30 if length is None else length
     length = whole_number(length, f"{source.folder}: the length of a row (max_position_embeddings)", 1, 2**31)
-    learned = learned_positions(model)
+    learned = learned_positions(source.model)
     length = length if learned is None else learned
+    return with_weights(source, weights, tokenizer, special_id, length, getattr(config, "weights", None), is_read)
+
+
+def with_weights(
+    source: Source, weights: Any, tokenizer: Tokenizer | None, special_id: int | None, length: int,
+    kept: str | None = None, is_read: bool = False,
+) -> ReadyModel:  # fmt: skip
+    """The model of a source with weights on the current mesh.
+
+    Args:
+      special_id: the token that T5's decoder reads first, or an encoder's masked one.
+      kept: as in `Generator`.
+      is_read: a model that writes is a `Reader` too.
+    """
+    family: Any = source.family
     if is_read or family.KIND == "encoder":
-        generator: Any = Reader(family, model, weights, mask_of(source, tokenizer))
+        generator: Any = Reader(family, source.model, weights, special_id)
     else:
-        generator = Generator(
-            family, model, weights, ends_of(source, tokenizer), decoder_start, getattr(config, "weights", None)
-        )
-    return ReadyModel(generator, source, tokenizer, start, end, length)
+        decoder_start = special_id if family.KIND == "both" else None
+        generator = Generator(family, source.model, weights, ends_of(source, tokenizer), decoder_start, kept)
+    return ReadyModel(generator, source, tokenizer, *around(source, tokenizer), length)
 
 
 def whole_number(value: Any, what: str, low: int = 0, below: int = 2**32) -> int:
@@ -221,15 +229,15 @@ def whole_number(value: Any, what: str, low: int = 0, below: int = 2**32) -> int
     return value
 
 
-def mask_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
-    """The id of a masked token: what a run's config says, or its tokenizer."""
+def special_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
+    """The special_id of `with_weights`: that of a masked token is what a run's config says, or its tokenizer."""
+    family: Any = source.family
+    if family.KIND == "both":
+        return whole_number(source.decoder_start, f"{source.folder}: decoder_start_token_id", 0, source.model.vocab)
     of_run = {} if source.config is not None else source.checkpoint.attributes["config"].get("masking", {})
     if of_run.get("token") is not None:
         return of_run["token"]
     return None if tokenizer is None else tokenizer.id_of("mask_token")
-
-
-Around = tuple[tuple[int, ...], tuple[int, ...]]  # ids that stand before a text, and behind it
 
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
@@ -242,9 +250,9 @@ def tokenizer_of(source: Source) -> Tokenizer | None:
     return tokenizer
 
 
-def around(source: Source, tokenizer: Tokenizer | None) -> Around:
-    """The ids that a model reads around a text. A published tokenizer says them, and that of pairs for an encoder of
-    T5's kind; in other runs a decoder's are bos_id, an encoder's none."""
+def around(source: Source, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a model reads before a text, and behind it. A published tokenizer says them, and that of pairs for
+    an encoder of T5's kind; in other runs a decoder's are bos_id, an encoder's none."""
     family: Any = source.family
     if tokenizer is None:
         return (), ()

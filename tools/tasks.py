@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.decoding import Generator, devices_of_rows
+from models.decoding import devices_of_rows
 from models.huggingface import Source, open_weights
 from models.likelihoods import Packed, Pair, mapped, masked_one_by_one, pack, written
 from models.mesh import placed
@@ -25,7 +25,7 @@ from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
 from runtime.terminal import RunError, install, needs_package, progress, run_errors
 from tools.hosts import from_first, is_first, note, shared
-from tools.ready import ReadyModel, Writing, around, ends_of, write
+from tools.ready import ReadyModel, Writing, with_weights, write
 
 INSTALL = install("score")
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -330,18 +330,10 @@ class InRun:
         weights = self.whole(weights)
         if self.scorer is None:
             source = Source(None, self.family, self.model, Path(), self.published)
-            if self.family.KIND == "encoder":
-                generator: Any = Reader(self.family, self.model, weights, self.special_id)
-            else:
-                decoder_start = self.special_id if self.family.KIND == "both" else None
-                ends = ends_of(source, self.tokenizer)
-                generator = Generator(self.family, self.model, weights, ends, decoder_start)
-            start, end = around(source, self.tokenizer)
-            ready = ReadyModel(generator, source, self.tokenizer, start, end, self.config.length)
+            ready = with_weights(source, weights, self.tokenizer, self.special_id, self.config.length)
             self.scorer = Scorer(ready, self.config.rows, self.config.length)
         else:
-            generator = self.scorer.ready.generator
-            generator.take(weights)
+            self.scorer.ready.generator.take(weights)
         metrics: dict[str, float] = {}
         samples: list[str] = []
         for file, how, records in self.tasks:
@@ -352,5 +344,5 @@ class InRun:
         if self.judge is not None:
             figures = self.judge.figures(self.judge(self.scorer, self.config))
             metrics |= shared({f"score/{task}/{metric}": float(value) for task, metric, value, *_ in figures})
-        generator.take(None)
+        self.scorer.ready.generator.take(None)
         return metrics, "\n".join(samples)
