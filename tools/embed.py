@@ -7,12 +7,11 @@ A line is a text; in .jsonl its field `text` is one, or a list of two that BERT 
 encoder, T5's too, are its output; a decoder's are those that logits are computed from.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -21,10 +20,9 @@ from models.decoding import SLOTS
 from models.reading import Pool, batch_of
 from runtime.config import command_line
 from runtime.config.keys import Count
-from runtime.files import read_text
 from runtime.terminal import RunError, print_line, progress, run_errors
 from tools.hosts import from_first, is_first
-from tools.ready import OnDevices, ReadyModel, ready_model, start_mesh
+from tools.ready import OnDevices, ReadyModel, ready_model, start_mesh, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +38,11 @@ class Embed(OnDevices):
 
 def texts_of(path: str) -> list[list[str]]:
     """The text of each line, or its pair of texts. Raises RunError with the line that is wrong."""
-    with run_errors(f"input={path} cannot be read", ValueError):
-        lines = read_text(os.path.expanduser(path)).removesuffix("\n").split("\n")
-    if not path.endswith(".jsonl"):
-        return [[line] for line in lines]
     texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            content: Any = json.loads(line)["text"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            content = None
-        parts = [content] if isinstance(content, str) else content
+    for where, text in values_of(path, "text"):
+        parts = [text] if isinstance(text, str) else text
         if not isinstance(parts, list) or len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
-            raise RunError(f"{path}, line {number}: expected an object whose field text is a text, or a list of two")
+            raise RunError(f"{where}: expected an object whose field text is a text, or a list of two")
         texts.append(parts)
     return texts
 

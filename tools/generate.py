@@ -24,10 +24,10 @@ from models.reading import Reader
 from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.data.tokenizers import ChatError
-from runtime.files import MOST_BYTES, read_bytes, read_text
+from runtime.files import MOST_BYTES, read_bytes
 from runtime.terminal import RunError, printable, progress, run_errors
 from tools.hosts import from_first, is_first, note
-from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, ready_model, start_mesh, write
+from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, ready_model, start_mesh, values_of, write
 
 # The keys that a model which fills in masked tokens takes.
 FILLING = (
@@ -67,19 +67,10 @@ def prompts_of(config: Generate) -> list[Any]:
         return [config.prompt_ids]
     if config.input is None:
         return [[{"role": "user", "content": config.prompt}] if config.chat else config.prompt or ""]
-    with run_errors(f"input={config.input} cannot be read", ValueError):
-        lines = read_text(os.path.expanduser(config.input)).removesuffix("\n").split("\n")
     prompts: list[Any] = []
-    for number, line in enumerate(lines, 1):
-        prompt: Any = line
-        if config.input.endswith(".jsonl"):
-            try:
-                prompt = json.loads(line)[config.prompt_field]
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                where = f"{config.input}, line {number}"
-                raise RunError(f"{where}: expected an object with the field {config.prompt_field}: {error}") from None
+    for where, prompt in values_of(config.input, config.prompt_field):
         if not isinstance(prompt, (str, list)):
-            raise RunError(f"{config.input}, line {number}: {config.prompt_field} is no text and no list of messages")
+            raise RunError(f"{where}: expected an object whose field {config.prompt_field} is a text or messages")
         prompts.append([{"role": "user", "content": prompt}] if config.chat and isinstance(prompt, str) else prompt)
     return prompts
 

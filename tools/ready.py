@@ -10,8 +10,10 @@ The tools that use a model share this: generate, serve, score, embed, plan.
 
 import contextlib
 import functools
+import json
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -31,8 +33,9 @@ from runtime.config.keys import Cluster, Count, NotEmpty
 from runtime.config.rebuild import Origins, shown
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.files import read_text
 from runtime.run import with_shardings
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 from shardlib.mesh import current_mesh
 from shardlib.shardtypes import narrowed
 from tools.hosts import note
@@ -275,6 +278,26 @@ def ends_of(source: Source, tokenizer: Tokenizer | None) -> list[int]:
 
 
 # == Texts ===========================================================================================================
+def values_of(path: str, field: str) -> list[tuple[str, Any]]:
+    """Each line of an input after where it stands; in .jsonl the value of a field, None where it has none."""
+    with run_errors(f"input={path} cannot be read", ValueError):
+        text = read_text(os.path.expanduser(path))
+    if path.endswith(".jsonl"):
+        return [(where, record.get(field)) for where, record in json_lines(path, text)]
+    return [(f"{path}, line {number}", line) for number, line in enumerate(text.removesuffix("\n").split("\n"), 1)]
+
+
+def json_lines(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object of a .jsonl file after where it stands; {} for another value. Raises RunError for what is no JSON."""
+    for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{where}: expected an object: {error}") from None
+        yield where, record if isinstance(record, dict) else {}
+
+
 class Text:
     """A text as its tokens come: what can be shown already, and whether it has ended.
 

@@ -1,7 +1,7 @@
 """Tasks that say how good a model is: files of choices, questions and texts, scored by log likelihoods and answers."""
 
 import importlib
-import json
+import itertools
 import math
 import os
 import sys
@@ -25,7 +25,7 @@ from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
 from runtime.terminal import RunError, install, needs_package, progress, run_errors
 from tools.hosts import from_first, is_first, note, shared
-from tools.ready import ReadyModel, Writing, with_weights, write
+from tools.ready import ReadyModel, Writing, json_lines, with_weights, write
 
 INSTALL = install("score")
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -253,14 +253,9 @@ def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
     if not file.endswith(".jsonl"):
         return score_documents, [Document(text=text)]
     kind, records = "", []
-    for number, line in enumerate(text.rstrip("\n").split("\n")[:limit], 1):
-        where = f"{file}, line {number}"
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{where}: expected an object: {error}") from None
-        kind = kind or next((name for name in KINDS if isinstance(content, dict) and name in content), "")
-        if not kind or not isinstance(content, dict):
+    for where, content in itertools.islice(json_lines(file, text), limit):
+        kind = kind or next((name for name in KINDS if name in content), "")
+        if not kind:
             raise RunError(f"{where}: expected an object with the field choices, question or text")
         if isinstance(content.get("answer"), str):
             content["answer"] = [content["answer"]]
