@@ -22,8 +22,8 @@ import math
 import multiprocessing
 import os
 import pathlib
+import select
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -384,30 +384,21 @@ class Reader:
     nobody, and all tokens may be written at once."""
 
     def __init__(self, ahead: int | None):
+        self.ahead = ahead
         self.wanted: float = math.inf if ahead is None else ahead  # tokens that may be written
-        self.record_s = RECORD_S
-        self._changed, self._is_over = threading.Condition(), False
+        self.record_s = RECORD_S if ahead is None else READ_RECORD_S
         if ahead is not None:
-            self.record_s = READ_RECORD_S
-            threading.Thread(target=self._listen, args=(ahead,), name="reader", daemon=True).start()
             os.nice(10)  # training first
 
     def wait(self, count: int) -> None:
         """Returns when more than `count` tokens are wanted. Ends this process when the reader has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or count < self.wanted)
-        if self._is_over:
-            sys.exit(0)
-
-    def _listen(self, ahead: int) -> None:
-        # Unbuffered: Python cannot end while a thread waits with a buffer's lock.
-        for line in open(0, "rb", buffering=0, closefd=False):
-            with self._changed:
-                self.wanted = max(self.wanted, int(line) + ahead)
-                self._changed.notify()
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
+        while self.ahead is not None and (count >= self.wanted or select.select([0], [], [], 0)[0]):
+            # Unbuffered, since select does not see what a buffer holds.
+            with open(0, "rb", buffering=0, closefd=False) as lines:
+                line = lines.readline()
+            if not line:
+                sys.exit(0)
+            self.wanted = max(self.wanted, int(line) + self.ahead)
 
 
 # ---------------------------------------------------------------- the output
