@@ -6,8 +6,6 @@ clearshard --version
 """
 
 import importlib.metadata
-import importlib.util
-import pkgutil
 import runpy
 import sys
 from pathlib import Path
@@ -16,13 +14,11 @@ from runtime.terminal import output_is_failing, print_line
 
 
 def programs() -> dict[str, str]:
-    """Each subcommand's module: those at the top, and all of tools/ that say in their first lines how they are run."""
-    modules = {name: name for name in ("train", "train_any")}
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        path = Path(__file__).with_name(f"{module.name}.py")
-        if f"python -m tools.{module.name}" in path.read_text()[:1000] and module.name != "cli":
-            modules[module.name] = f"tools.{module.name}"
-    return modules
+    """Each subcommand's module: those at the top, and all of tools/ that can be run."""
+    tools = [
+        path for path in sorted(Path(__file__).parent.glob("*.py")) if "\nif __name__ ==" in path.read_text("utf-8")
+    ]
+    return {"train": "train", "train_any": "train_any", **{path.stem: f"tools.{path.stem}" for path in tools}}
 
 
 def main() -> None:
