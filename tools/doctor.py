@@ -18,7 +18,7 @@ import secrets
 import statistics
 import sys
 import textwrap
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -141,12 +141,7 @@ def all_reduces(mesh: Mesh) -> Iterator[Row]:
 
 def _seconds(run: Callable[[], jax.Array]) -> float:
     """The median run's time, after one that compiles and one that warms up."""
-    times = []
-    for _ in range(2 + REPEATS):
-        begin = time.perf_counter()
-        run().block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:])
+    return statistics.median(timeit.repeat(lambda: run().block_until_ready(), number=1, repeat=2 + REPEATS)[2:])
 
 
 def data(config: Any, mesh: Mesh) -> Iterator[Row]:
