@@ -167,9 +167,7 @@ def fields_of(source: Source) -> dict[str, int | None]:
     tokenizer = kept_tokenizer(source.folder)
     if tokenizer is None:
         return fields
-    end = tokenizer.special_tokens.get("eos_token")
-    ends = tokenizer.backend.token_to_id(end) if end else None
-    return fields | {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
+    return fields | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.id_of("eos_token")}
 
 
 if __name__ == "__main__":
