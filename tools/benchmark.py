@@ -39,17 +39,14 @@ WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
 STEPS_OF_DATA = 2  # the data set has these; a run reads them again and again
 KEYS = (  # for a run that is only timed
-    *("num_hosts=1", "log_interval=1", "checkpoint_interval=null", "eval_interval=null", "patience=null"),
-    *(
-        "tracking.to=[]",
-        "mixture=[]",
-        "hf_dataset.path=null",
-        "flat_tokens.epochs=1000000",
-        "flat_tokens.sequence_packing=true",
-    ),
+    "num_hosts=1 log_interval=1 checkpoint_interval=null eval_interval=null patience=null tracking.to=[] mixture=[] "
+    "hf_dataset.path=null flat_tokens.epochs=1000000 flat_tokens.sequence_packing=true"
 )
-COLUMNS = {"config": "", "mesh": "", "tokens/s": "rate", "step": "s", "spread": "s", "CPU": "s", "compile": "s"}
-COLUMNS |= {"predicted": "s", "MFU": "percent", "6ND": "percent", "memory": "GB"}
+COLUMNS = {  # heading: unit, and the key of a line
+    "tokens/s": ("rate", "tokens_per_s"), "step": ("s", "step_time_s"), "spread": ("s", "step_time_spread_s"),
+    "CPU": ("s", "step_cpu_s"), "compile": ("s", "compile_s"), "predicted": ("s", "predicted_step_time_s"),
+    "MFU": ("percent", "mfu"), "6ND": ("percent", "mfu_6nd"), "memory": ("GB", "peak_memory_bytes"),
+}  # fmt: skip
 Line = dict[str, Any]
 
 
@@ -102,7 +99,7 @@ def config_of(benchmark: Benchmark, job: str, folder: str = "random") -> Any:
     name, *overrides = job.split()
     where = [f"paths.root_working_dir={folder}", "paths.model_name=run", f"flat_tokens.filespec={folder}/data"]
     steps = f"training.steps={WARM_UP_STEPS + benchmark.steps}"
-    return command_line.load(load(benchmark.program).Config, name, [*overrides, *KEYS, *where, steps])
+    return command_line.load(load(benchmark.program).Config, name, [*overrides, *KEYS.split(), *where, steps])
 
 
 def measure(benchmark: Benchmark, job: str) -> Line | None:
@@ -178,12 +175,10 @@ def line_of(job: str, run: Path) -> Line:
 
 
 def table(lines: list[Line]) -> Table:
-    keys = (
-        *("tokens_per_s", "step_time_s", "step_time_spread_s", "step_cpu_s", "compile_s", "predicted_step_time_s"),
-        *("mfu", "mfu_6nd", "peak_memory_bytes"),
-    )
+    units, keys = zip(*COLUMNS.values())
     rows = [(line["config"], "×".join(map(str, line["mesh"].values())), *map(line.get, keys)) for line in lines]
-    return Table("A step, the median of those that were timed", COLUMNS, rows)
+    columns = {"config": "", "mesh": "", **dict(zip(COLUMNS, units))}
+    return Table("A step, the median of those that were timed", columns, rows)
 
 
 if __name__ == "__main__":
