@@ -120,27 +120,23 @@ def of_the_run(config: Any, estimate: roofline.Roofline, ledger: Ledger) -> list
     where a step's time is not known."""
     if not estimate.step_s or not estimate.step_alone_s:
         return []
+    bounds = estimate.step_s, estimate.step_alone_s
     is_too_large = ledger.memory.bytes > (estimate.hardware.hbm_bytes or ledger.memory.bytes)
     what = "If it did fit, tokens" if is_too_large else "Tokens"
-    lines = [f"{what} a second: {' to '.join(number(ledger.tokens / s) for s in bounds(estimate)[::-1])}."]
+    lines = [f"{what} a second: {' to '.join(number(ledger.tokens / s) for s in reversed(bounds))}."]
     training = getattr(config, "training", None)
     total = config.total_tokens or (training and training.steps * ledger.tokens)
     if total:
-        times = [s * total / ledger.tokens for s in bounds(estimate)]
+        times = [s * total / ledger.tokens for s in bounds]
         scales = {86400: "days", 3600: "hours", 60: "minutes", 1: "seconds"}
         scale = next((scale for scale in scales if times[1] > 2 * scale), 1)
         spent = [ledger.devices * s / 3600 for s in times]
-        price = (
-            "" if config.price is None else f", at {config.price:g} an hour: {_range(x * config.price for x in spent)}"
-        )
+        price = ""
+        if config.price is not None:
+            price = f", at {config.price:g} an hour: {_range(x * config.price for x in spent)}"
         takes = " to ".join(f"{s / scale:,.3g}" for s in times)
         lines.append(f"{number(total)} tokens: {takes} {scales[scale]}, {_range(spent)} device-hours{price}.")
     return [" ".join(lines)]
-
-
-def bounds(estimate: roofline.Roofline) -> tuple[float, float]:
-    """Seconds of a step with all overlap, and with none."""
-    return estimate.step_s or 0.0, estimate.step_alone_s or 0.0
 
 
 def _range(values: Iterable[float]) -> str:
