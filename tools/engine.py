@@ -160,7 +160,10 @@ class SharedSlots:
     def __init__(self, make: Callable[[], Slots]):
         self.make = make
         self.slots: Any = None
-        self.calls = Calls(make=self._make, admit=self._admit, drop=self._drop, advance=self._advance, idle=int)
+        self.calls = Calls(
+            make=self._make, admit=self._admit, drop=lambda rows: self.slots.drop(rows),
+            advance=lambda: self.slots.advance(), idle=lambda: None,
+        )  # fmt: skip
 
     def __call__(self) -> "SharedSlots":
         """New slots, which replace the present ones."""
@@ -192,9 +195,3 @@ class SharedSlots:
 
     def _admit(self, rows: Sequence[tuple[int, list[int], dict]]) -> None:
         self.slots.admit({row: (ids, Drawing(**how)) for row, ids, how in rows})
-
-    def _drop(self, rows: Sequence[int]) -> None:
-        self.slots.drop(rows)
-
-    def _advance(self) -> list[Drawn]:
-        return self.slots.advance()
