@@ -12,7 +12,7 @@ models/decoding.py has the mathematics.
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -28,12 +28,6 @@ from runtime.files import MOST_BYTES, read_bytes
 from runtime.terminal import RunError, printable, progress, run_errors
 from tools.hosts import from_first, is_first, note
 from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, ready_model, start_mesh, values_of, write
-
-# The keys that a model which fills in masked tokens takes.
-FILLING = (
-    "model", "prompt", "prompt_ids", "input", "prompt_field", "output", "to", "rows", "allow_program_change",
-    "compute_dtype", "mesh", "num_hosts", "cluster",
-)  # fmt: skip
 
 
 # == What is asked for =================================================================================================
@@ -52,13 +46,11 @@ class Generate(Writing, OnFewerBytes):
 
 
 # == Prompts =================================================================================================
-def check_filling(config: Generate) -> None:
-    """Raises RunError for a key that only models that write text have."""
-    for key in (field.name for field in fields(Generate)):
-        if key not in FILLING and getattr(config, key) != getattr(Generate, key):
-            raise RunError(f"{key}: {config.model} fills in masked tokens and writes nothing: leave it out")
-    if all(getattr(config, key) is None for key in ("prompt", "prompt_ids", "input")):
-        raise RunError(f"{config.model} fills in masked tokens: expected prompt, prompt_ids or input")
+def require_default(config: Generate, keys: Iterable[str], why: str) -> None:
+    """Raises RunError for a key that is set where it has no effect."""
+    for key in keys:
+        if getattr(config, key) != getattr(Generate, key):
+            raise RunError(f"{key}: {why}")
 
 
 def prompts_of(config: Generate) -> list[Any]:
@@ -142,9 +134,8 @@ def main(config: Generate) -> None:
     if config.samples > 1 and config.beams > 1:
         raise RunError("samples and beams: beam search finds one text, expected one of them")
     if config.chat and not keys:
-        for key in ("to", "output", "samples", "num_hosts"):
-            if getattr(config, key) != getattr(Generate, key):
-                raise RunError(f"{key}: a conversation is written to the terminal. Give prompt or input")
+        why = "a conversation is written to the terminal. Give prompt or input"
+        require_default(config, ("to", "output", "samples", "num_hosts"), why)
     with jax.set_mesh(start_mesh(config)):
         file = None if config.to is None else Path(config.to).expanduser()
         kept = from_first(lambda: [] if file is None else list(finished(file).items()))
@@ -152,7 +143,11 @@ def main(config: Generate) -> None:
         ready = ready_model(config)
         is_filled = isinstance(ready.generator, Reader)
         if is_filled:
-            check_filling(config)
+            of_writing = {field.name for field in fields(Writing)} - {"rows"}
+            why = f"{config.model} fills in masked tokens and writes nothing: leave it out"
+            require_default(config, sorted({*of_writing, "samples", "chat", "weights"}), why)
+            if not keys:
+                raise RunError(f"{config.model} fills in masked tokens: expected prompt, prompt_ids or input")
         if config.chat and not keys:
             return converse(ready, config)
         inputs = from_first(lambda: prompts_of(config))
