@@ -26,7 +26,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -151,7 +151,8 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
     start, before = time.monotonic(), dict(output.counts)
     total, blocks = total_bytes(files), read_all(files, config, output.position or (0, 0, 0))
     bar = progress(total=total or None, unit=" bytes", unit_scale=True)
-    with bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
+    results = tokenized(blocks, tokenizer, config, process_count(config, files))
+    with bar, contextlib.closing(results):
         for block, result in results:
             if result.bad and config.on_bad_record == "fail":
                 output.record()
@@ -243,20 +244,19 @@ def read_all(files: list[File], config: TokenizeText, position: Sequence[int]) -
     return read_blocks(files, position, lambda data: max(text_ends(data, separator, size, final=False), default=0))
 
 
-@contextlib.contextmanager
 def tokenized(
     blocks: Iterator[Block], tokenizer: Tokenizer, config: TokenizeText, processes: int
-) -> Iterator[Iterator[tuple[Block, Tokenized]]]:
-    """The tokenized blocks in their order, made by so many processes; each has a few blocks under way at once."""
+) -> Generator[tuple[Block, Tokenized], None, None]:
+    """The tokenized blocks in their order, made by so many processes, which end when it is closed; each has a few
+    blocks under way at once."""
     if processes == 1:
-        yield ((block, tokenize(block, tokenizer, config)) for block in blocks)
+        yield from ((block, tokenize(block, tokenizer, config)) for block in blocks)
         return
     # A fork would copy the locks of threads that are not there in the copy.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, spawn, start_worker, (tokenizer, config))
-
-    def in_order() -> Iterator[tuple[Block, Tokenized]]:
-        under_way: deque[tuple[Block, Future[Tokenized]]] = deque()
+    under_way: deque[tuple[Block, Future[Tokenized]]] = deque()
+    try:
         for block in blocks:
             under_way.append((block, pool.submit(work_on, block)))
             if len(under_way) > 2 * processes:
@@ -264,9 +264,6 @@ def tokenized(
                 yield block, future.result()
         for block, future in under_way:
             yield block, future.result()
-
-    try:
-        yield in_order()
     except BrokenProcessPool as error:
         why = "perhaps of too little memory: run it again, which continues, with fewer processes=..."
         raise RunError(f"a tokenizing process died, {why}") from error
