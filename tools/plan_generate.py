@@ -12,6 +12,7 @@ from ledger.units import gigabytes
 from models import decoding
 from models.mesh import Mesh as FamilyMesh
 from runtime.config.keys import Count
+from runtime.config.rebuild import COMMAND_LINE, Origins
 from runtime.terminal import RunError
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import Machine, abstract_mesh
@@ -22,7 +23,7 @@ FIXES = ("change the mesh, lower rows or length, or set weights to int8 or split
 
 @dataclass(frozen=True, kw_only=True)
 class PlanGenerate(Machine):
-    WORDS: ClassVar = ()
+    origins: ClassVar = Origins(COMMAND_LINE)
 
     program: Literal["generate"]  # plans decoding; without it, a step of training
     model: str  # a run, a checkpoint, or a published folder
