@@ -136,37 +136,32 @@ def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
     Raises:
       RunError: with the first step, in their order, that has another value or is in one run alone.
     """
-    tables = [_table(run) for run in (one, other)]
-    count, largest = 0, 0.0
-    for step in sorted(tables[0].keys() | tables[1].keys()):
-        values = [table.get(step, {}) for table in tables]
-        for name in dict.fromkeys([*values[0], *values[1]]):
-            pair = [of_run.get(name, "nothing") for of_run in values]
-            difference = _difference(*pair)
-            if difference > tolerance:
-                by = f", a relative difference of {difference:.2g}" if math.isfinite(difference) else ""
-                limit = f"{tolerance:g} at most" if tolerance else "equality"
-                text = f"{pair[0]!r} in {one.name}, {pair[1]!r} in {other.name}{by}"
-                raise RunError(f"step {step}, {name}: {text}; expected {limit}")
-            count, largest = count + 1, max(largest, difference)
-    if not count:
+    ours, theirs = decided(one), decided(other)
+    places, largest = sorted(dict.fromkeys([*ours, *theirs]), key=lambda place: place[0]), 0.0
+    if not places:
         raise RunError(f"{one.name} and {other.name} have no value in common to compare")
+    for place in places:
+        pair = ours.get(place, "nothing"), theirs.get(place, "nothing")
+        difference = _difference(*pair)
+        if difference > tolerance:
+            by = f", a relative difference of {difference:.2g}" if math.isfinite(difference) else ""
+            limit = f"{tolerance:g} at most" if tolerance else "equality"
+            text = f"{pair[0]!r} in {one.name}, {pair[1]!r} in {other.name}{by}"
+            raise RunError(f"step {place[0]}, {place[1]}: {text}; expected {limit}")
+        largest = max(largest, difference)
     how = f"equal to a relative difference of {largest:.2g}" if largest else "equal"
-    return f"{one.name} and {other.name}: {count:,} values of {len(tables[0]):,} steps are {how}."
+    steps = {step for step, _ in ours}
+    return f"{one.name} and {other.name}: {len(places):,} values of {len(steps):,} steps are {how}."
 
 
 def is_measured(name: str) -> bool:
     return name in MEASURED or name.endswith(MEASURED_ENDS)
 
 
-def _table(run: Recorded) -> dict[int, dict[str, Any]]:
+def decided(run: Recorded) -> dict[tuple[int, str], Any]:
     """The metrics that the training alone decides, by step and name."""
-    table: dict[int, dict[str, Any]] = {}
-    for line in run.lines:
-        values = {name: value for name, value in line.items() if name != "step" and not is_measured(name)}
-        if values:
-            table.setdefault(line["step"], {}).update(values)
-    return table
+    values = ((line["step"], name, value) for line in run.lines for name, value in line.items())
+    return {(step, name): value for step, name, value in values if name != "step" and not is_measured(name)}
 
 
 def _difference(one: Any, other: Any) -> float:
