@@ -86,7 +86,10 @@ def main(config: TokenizeText) -> None:
     known = [(file.name, file.size, file.version, file.split) for file in files]
     made_by["inputs"] = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     # A file under the same name may hold another; one that is trained follows from all the rest.
-    template, tokenizer = read_template(config), None
+    template, tokenizer = None, None
+    if config.chat_template:
+        with run_errors(f"chat_template={config.chat_template} cannot be read", ValueError):
+            template = read_text(os.path.expanduser(config.chat_template))
     if config.tokenizer != TRAIN_BPE:
         tokenizer = load_tokenizer(config.tokenizer, bos_id=config.bos_id, chat_template=template)
     made_by["tokenizer"] = template if tokenizer is None else tokenizer_identity(tokenizer)
@@ -115,24 +118,24 @@ def main(config: TokenizeText) -> None:
 
 def refuse_what_is_there(config: TokenizeText, dataset: zarr.Group, made_by: dict) -> None:
     """Raises RunError if a data set would be overwritten, and says in what its making differs."""
-    state: Any = dataset.attrs.asdict().get("tokenizing")
-    if state and state["position"] is None:
-        return  # the first record was refused, or the command was killed: no document is written yet
+    there: Any = dataset.attrs.asdict()
+    state = there.get("tokenizing", {})
     # A run that was killed in begin() leaves a tokenizer at most, which is no more than this one writes.
-    present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
-    if present and not config.overwrite:
-        what = f"{', '.join(sorted(present))} already"
-        if {"tokenizing", "made_by"} & set(dataset.attrs):
-            there: Any = dataset.attrs.asdict()
-            before, now = flat(there.get("made_by") or there["tokenizing"]["made_by"]), flat(made_by)
-            others = {key.removeprefix("config.") for key in before.keys() | now if before.get(key) != now.get(key)}
-            names = {"inputs": "input (name, size or time)", "tokenizer": "content of tokenizer or chat_template"}
-            said = ", ".join(sorted(names.get(key, key) for key in others - {"input_size"}))
-            what = f"a data set, or its beginning, that was made with another {said}"
-        fix = "write to a new path, or say overwrite=true to replace it"
-        if config.tokens_ahead is not None:
-            fix = "put the text back as it was, or delete this folder, so that the run writes it anew"
-        raise RunError(f"{config.output} holds {what}: {fix}")
+    present = {*dataset.keys()} - {"tokenizer_json"} | there.keys() - {"tokenizer"}
+    # Without a position the first record was refused, or the command was killed: no document is written yet.
+    if config.overwrite or not present or (state and state["position"] is None):
+        return
+    what = f"{', '.join(sorted(present))} already"
+    if made := there.get("made_by") or state.get("made_by"):
+        before, now = flat(made), flat(made_by)
+        others = {key.removeprefix("config.") for key in before.keys() | now if before.get(key) != now.get(key)}
+        names = {"inputs": "input (name, size or time)", "tokenizer": "content of tokenizer or chat_template"}
+        said = ", ".join(sorted(names.get(key, key) for key in others - {"input_size"}))
+        what = f"a data set, or its beginning, that was made with another {said}"
+    fix = "write to a new path, or say overwrite=true to replace it"
+    if config.tokens_ahead is not None:
+        fix = "put the text back as it was, or delete this folder, so that the run writes it anew"
+    raise RunError(f"{config.output} holds {what}: {fix}")
 
 
 def begin(dataset: zarr.Group, tokenizer: Tokenizer, state: dict) -> None:
@@ -302,11 +305,6 @@ def find_all(config: TokenizeText) -> list[File]:
 def total_bytes(files: list[File]) -> int:
     """The files' stored size; 0 where none is known."""
     return sum(file.size for file in files)
-
-
-def read_template(config: TokenizeText) -> str | None:
-    with run_errors(f"chat_template={config.chat_template} cannot be read", ValueError):
-        return read_text(os.path.expanduser(config.chat_template)) if config.chat_template else None
 
 
 def as_written(tokenizer: Tokenizer, config: TokenizeText) -> Tokenizer:
