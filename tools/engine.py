@@ -1,7 +1,7 @@
 """The thread that draws for all requests of a server, and its `Slots` on all processes of a job.
 
 slots = SharedSlots(functools.partial(Slots, generator, 8, 2048, 2048))
-engine = Engine(slots, mesh, rows=8, waiting=64, idle=slots.idle)     # others: slots.calls.follow(Exception)
+engine = Engine(slots, mesh, rows=8, waiting=64)                      # others: slots.calls.follow(Exception)
 engine.start()
 engine.submit([Answer(ids, drawing, text, put)])                      # put(answer, what is drawn) on this thread
 """
@@ -47,15 +47,11 @@ class Engine(threading.Thread):
     Args:
       new_slots: makes the cache, once and after each failure of a device.
       rows, waiting: answers that are drawn at the same time, and that may wait.
-      idle: is called every few seconds while there is nothing to do, since other processes may wait for a call.
     """
 
-    def __init__(
-        self, new_slots: Callable[[], Any], mesh: jax.sharding.Mesh, rows: int, waiting: int,
-        idle: Callable[[], Any] = lambda: None,
-    ):  # fmt: skip
+    def __init__(self, new_slots: Callable[[], Any], mesh: jax.sharding.Mesh, rows: int, waiting: int):
         super().__init__(name="engine", daemon=True)
-        self.new_slots, self.mesh, self.most, self.idle = new_slots, mesh, waiting, idle
+        self.new_slots, self.mesh, self.most = new_slots, mesh, waiting
         self.slots: Any = new_slots()
         self.waiting: deque[Answer] = deque()
         self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
@@ -96,7 +92,7 @@ class Engine(threading.Thread):
                 if any(self.answers):
                     self._hand_out(self.slots.advance())
                 else:
-                    self.idle()
+                    self.slots.idle()
             except Exception as error:  # whatever it is: those who ask later must not suffer from it
                 self._fail([row for row, answer in enumerate(self.answers) if answer], error)
                 self.slots = None  # frees the memory for the next ones
@@ -105,10 +101,10 @@ class Engine(threading.Thread):
     def _next(self) -> dict[int, Answer] | None:
         """The answers that now get a row, if there are any; None after the last one."""
         with self.changed:
-            if not self.waiting and not any(self.answers) and not self.stopping:
+            if not self.waiting and not any(self.answers):
+                if self.stopping:
+                    return None
                 self.changed.wait(IDLE_S)
-            if self.stopping and not self.waiting and not any(self.answers):
-                return None
             new = {}
             for row in [row for row, answer in enumerate(self.answers) if answer is None]:
                 while self.waiting and self.waiting[0].is_left:

@@ -415,7 +415,7 @@ def main(config: Serve) -> None:
             return slots.calls.follow(Exception)
         if ready.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
-        engine = Engine(slots, mesh, config.rows, config.waiting, slots.idle)
+        engine = Engine(slots, mesh, config.rows, config.waiting)
         engine.start()
         where = f"http://{config.host}:{config.port}"
         print_line(f"{config.model} at {where} ({config.rows} answers at a time); Ctrl-C ends it.")

@@ -51,6 +51,9 @@ class Slots:
     def drop(self, rows):
         self.left[list(rows)] = 0
 
+    def idle(self):
+        pass
+
 
 class Running:
     """A server on a thread, and clients of it."""
