@@ -16,7 +16,6 @@ import hashlib
 import math
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,11 +52,13 @@ def main(config: Compare) -> None:
         lines = [line for other in config.runs[1:] for line in costs(config.runs[0], other)]
         print_line("\n".join(lines) or "The ledgers say the same.")
         sys.exit(bool(lines))
-    runs = with_short_names([read_run(path) for path in config.runs], config.runs)
+    runs = [read_run(path) for path in config.runs]
+    if len({run.name for run in runs}) < len(runs):  # folders that are called the same
+        runs = [dataclasses.replace(run, name=path) for run, path in zip(runs, config.runs)]
     damaged = [problem for run in runs for problem in run.damaged]
     if config.assert_equal:
-        for problem in damaged:
-            raise RunError(problem)
+        if damaged:
+            raise RunError(damaged[0])
         for other in runs[1:]:
             print_line(equal(runs[0], other, config.tolerance))
         return
@@ -93,28 +94,16 @@ def costs(before: str | Path, after: str | Path) -> list[str]:
     return of_ledgers(*ledgers)
 
 
-def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorded]:
-    """The runs, named by their folders; by their whole paths where two folders are called the same."""
-    names = [run.name for run in runs]
-    if len(set(names)) == len(names):
-        return runs
-    return [dataclasses.replace(run, name=str(path)) for path, run in zip(paths, runs)]
-
-
 def differences(runs: list[Recorded]) -> Table:
     """The differences of the programs, and the keys whose values differ, except for the run's folder."""
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
-    values = {PROGRAM: [hashed(run.program) for run in runs]}
+    programs = [hashlib.sha256(run.program.encode()).hexdigest()[:8] if run.program else None for run in runs]
+    values: dict[str, list] = {PROGRAM: programs}
     made_of = {key for run in runs for key in run.environment if key.startswith("program/")}
     values |= {key: [run.environment.get(key) for run in runs] for key in sorted(made_of)}
     values |= {key: [as_yaml(run.config[key]) if key in run.config else None for run in runs] for key in keys}
     rows = [(key, *of_runs) for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)]
     return Table("Configuration that differs", dict.fromkeys(["key", *(run.name for run in runs)], ""), rows)
-
-
-def hashed(program: str) -> str | None:
-    """A short hash of a trainer's file; None where the run has none."""
-    return hashlib.sha256(program.encode()).hexdigest()[:8] if program else None
 
 
 def row(run: Recorded) -> tuple:
