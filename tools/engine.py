@@ -45,14 +45,14 @@ class Engine(threading.Thread):
     """Draws for all requests, on the thread that speaks with the devices; nothing else is done there.
 
     Args:
-      new_slots: makes the cache, once and after each failure of a device.
+      slots: the cache, which is renewed after each failure of a device.
       rows, waiting: answers that are drawn at the same time, and that may wait.
     """
 
-    def __init__(self, new_slots: Callable[[], Any], mesh: jax.sharding.Mesh, rows: int, waiting: int):
+    def __init__(self, slots: "SharedSlots", mesh: jax.sharding.Mesh, rows: int, waiting: int):
         super().__init__(name="engine", daemon=True)
-        self.new_slots, self.mesh, self.most = new_slots, mesh, waiting
-        self.slots: Any = new_slots()
+        self.slots, self.mesh, self.most = slots, mesh, waiting
+        slots.renew()
         self.waiting: deque[Answer] = deque()
         self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
         self.answers: list[Answer | None] = [None] * rows
@@ -95,8 +95,9 @@ class Engine(threading.Thread):
                     self.slots.idle()
             except Exception as error:  # whatever it is: those who ask later must not suffer from it
                 self._fail([row for row, answer in enumerate(self.answers) if answer], error)
-                self.slots = None  # frees the memory for the next ones
-            self.slots = self.slots or self.new_slots()
+            else:
+                continue
+            self.slots.renew()  # not above, where the error still holds the memory of the old ones
 
     def _next(self) -> dict[int, Answer] | None:
         """The answers that now get a row, if there are any; None after the last one."""
@@ -157,14 +158,13 @@ class SharedSlots:
         self.make = make
         self.slots: Any = None
         self.calls = Calls(
-            make=self._make, admit=self._admit, drop=lambda rows: self.slots.drop(rows),
+            renew=self._renew, admit=self._admit, drop=lambda rows: self.slots.drop(rows),
             advance=lambda: self.slots.advance(), idle=lambda: None,
         )  # fmt: skip
 
-    def __call__(self) -> "SharedSlots":
-        """New slots, which replace the present ones."""
-        self.calls.lead("make")
-        return self
+    def renew(self) -> None:
+        """Replaces the slots by new ones."""
+        self.calls.lead("renew")
 
     def admit(self, texts: Mapping[int, tuple[list[int], Drawing]]) -> None:
         names = [field.name for field in fields(Drawing)]  # a request has other fields besides
@@ -185,7 +185,7 @@ class SharedSlots:
     def left(self) -> np.ndarray:
         return self.slots.left
 
-    def _make(self) -> None:
+    def _renew(self) -> None:
         self.slots = None  # frees the memory for the next ones
         self.slots = self.make()
 

@@ -32,7 +32,10 @@ class Slots:
     may_draw = threading.Event()
 
     def __init__(self, rows):
-        self.left, self.prompts = np.zeros(rows, np.int32), [()] * rows
+        self.rows, self.renewed = rows, 0
+
+    def renew(self):
+        self.left, self.prompts, self.renewed = np.zeros(self.rows, np.int32), [()] * self.rows, self.renewed + 1
 
     def admit(self, texts):
         for row, (prompt, drawing) in texts.items():
@@ -63,10 +66,9 @@ class Running:
         tokenizer = Tokenizer(name="bytes_utf8", bos_id=0, chat_template=template)
         source = SimpleNamespace(model=SimpleNamespace(vocab=257), folder="fake")
         model = ready.ReadyModel(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
-        self.made, self.clients = [], []
+        self.slots, self.clients = Slots(self.config.rows), []
         mesh = make_mesh(vars(Mesh()), devices=jax.devices()[:1])
-        rows, waiting = self.config.rows, self.config.waiting
-        self.engine = engine.Engine(lambda: self.made.append(Slots(rows)) or self.made[-1], mesh, rows, waiting)
+        self.engine = engine.Engine(self.slots, mesh, self.config.rows, self.config.waiting)
         self.server = serve.server_of(serve.Api(model, self.engine, self.config))
         self.listens = socket.create_server(("127.0.0.1", 0))
         self.address = self.listens.getsockname()
@@ -397,7 +399,7 @@ def test_a_row_that_fails_is_alone(running, capfd):
     first.join()
     assert answers["good"][1]["choices"][0]["text"] == "aaa"
     assert answers["bad"] == (500, serve.said_of(500, "it could not be drawn (IndexError)"))
-    assert server.ask()[0] == 200 and server.engine.counts["failed"] == 1 and len(server.made) == 1
+    assert server.ask()[0] == 200 and server.engine.counts["failed"] == 1 and server.slots.renewed == 1
     assert capfd.readouterr().err.count("IndexError: out of bounds") == 1
 
 
@@ -407,7 +409,7 @@ def test_a_device_that_fails(running, capfd):
     assert server.ask(prompt=[BREAKS])[0] == 500
     status, said = server.ask(prompt=[BREAKS], stream=True)
     assert status == 200 and '"type": "server_error"' in said and "[DONE]" not in said
-    assert server.ask()[0] == 200 and len(server.made) == 3 and server.engine.counts["failed"] == 2
+    assert server.ask()[0] == 200 and server.slots.renewed == 3 and server.engine.counts["failed"] == 2
     assert capfd.readouterr().err.count("RuntimeError: the device is gone") == 2
 
 
