@@ -15,10 +15,9 @@ from runtime.terminal import output_is_failing, print_line
 
 def programs() -> dict[str, str]:
     """Each subcommand's module: those at the top, and all of tools/ that can be run."""
-    tools = [
-        path for path in sorted(Path(__file__).parent.glob("*.py")) if "\nif __name__ ==" in path.read_text("utf-8")
-    ]
-    return {"train": "train", "train_any": "train_any", **{path.stem: f"tools.{path.stem}" for path in tools}}
+    paths = sorted(Path(__file__).parent.glob("*.py"))
+    tools = {path.stem: f"tools.{path.stem}" for path in paths if "\nif __name__ ==" in path.read_text("utf-8")}
+    return {"train": "train", "train_any": "train_any", **tools}
 
 
 def main() -> None:
