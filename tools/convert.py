@@ -122,7 +122,6 @@ def copy_tokenizer(folder: Path, to: Path, begins: bool = False) -> None:
     Args:
       begins: a record's tokenizer puts bos_id before each text, as the run's sequences have it.
     """
-    to.mkdir(parents=True, exist_ok=True)
     if folder.suffix == ".gguf":
         contents = gguf_tokenizer(folder)
         if contents is None:

@@ -316,7 +316,7 @@ class Text:
         if self.has_ended:
             return ""
         self.ids, self.log_probs = self.ids + drawn.tokens, self.log_probs + drawn.log_probs
-        text = self.text()
+        text = self.text(self.ids)
         if cut := [place for stop in self.stop if (place := text.find(stop)) >= 0]:
             self.has_ended, text = True, text[: min(cut)]
             # A burst goes on behind the stop: what it drew there is no part of the text.
@@ -328,11 +328,10 @@ class Text:
 
     def end(self) -> str:
         """Ends the text and returns its rest."""
-        return "" if self.has_ended else self._show(self.text())
+        return "" if self.has_ended else self._show(self.text(self.ids))
 
-    def text(self, ids: Sequence[int] | None = None) -> str:
+    def text(self, ids: Sequence[int]) -> str:
         tokenizer, ends = self.ready.tokenizer, self.ready.generator.ends
-        ids = self.ids if ids is None else ids
         return "" if tokenizer is None else tokenizer.decode([token for token in ids if token not in ends])
 
     def _show(self, text: str) -> str:

@@ -111,7 +111,6 @@ def main(config: TokenizeText) -> None:
         counts = write(config, files, dataset, tokenizer, state)
         # One write turns what was going on into what is complete.
         dataset.attrs.put({"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts})
-        remove_partial_files(config.output)
     print_line(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
     print_line(f"model.vocab must be at least {tokenizer.vocab} (tokenizer {config.tokenizer})")
 
