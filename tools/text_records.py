@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from typing import Annotated, Any, Literal, NamedTuple
@@ -308,24 +309,17 @@ def text_ends(data: bytes, separator: bytes, size: int, *, final: bool) -> list[
     bytes long; if that is more than as long again, it ends between two characters.
     """
     ends, start = [], 0
-    while True:
-        if separator:
-            at = data.find(separator, start)
-            end = at + len(separator)
-        elif not final and len(data) < start + 2 * size:  # where it ends depends on what follows
+    if separator:
+        ends = [match.end() for match in re.finditer(re.escape(separator), data)]
+    while not separator and (final or len(data) >= start + 2 * size):  # else what follows says where it ends
+        line = data.find(b"\n", start + size - 1, start + 2 * size)
+        end = line + 1 if line >= 0 else start + size
+        if line < 0 and end >= len(data):
             break
-        else:
-            at = data.find(b"\n", start + size - 1, start + 2 * size)
-            end = at + 1
-            if at < 0 and len(data) > start + size:
-                end = start + size
-                while end > start + size - 3 and data[end] & 0xC0 == 0x80:  # within a character
-                    end -= 1
-                at = end
-        if at < 0:
-            break
+        while line < 0 and end > start + size - 3 and data[end] & 0xC0 == 0x80:  # within a character
+            end -= 1
         ends.append(end)
         start = end
-    if final and start < len(data):
+    if final and data and ends[-1:] != [len(data)]:
         ends.append(len(data))
     return ends
