@@ -208,7 +208,7 @@ def score_questions(scorer: Scorer, records: Sequence[Question], config: Scoring
     answers = []
     for record, text in zip(records, scorer.write(prompts, writing)):
         scores = {"exact_match": float(text.strip() in [want.strip() for want in record.answer])}
-        scores |= {name: max(rouge.score(want, text)[name].fmeasure for want in record.answer) for name in ROUGE}
+        scores |= {name: score.fmeasure for name, score in rouge.score_multi(record.answer, text).items()}
         answers.append({**scores, "text": text})
     return answers
 
