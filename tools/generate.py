@@ -114,7 +114,7 @@ def finished(file: Path) -> dict[tuple[int, int], list[int]]:
     return done
 
 
-def record_of(config: Generate, number: int, sample: int, ids: Sequence[int], text: Text) -> dict[str, Any]:
+def record_of(number: int, sample: int, ids: Sequence[int], text: Text) -> dict[str, Any]:
     return {
         "prompt_number": number,
         "sample": sample,
@@ -195,7 +195,7 @@ def write_all(
             batch = left[start : start + config.rows]
             of_batch = [prompts[number] for number, _ in batch]
             for pair, text in zip(batch, write(ready, config, of_batch, [sample for _, sample in batch], show)):
-                record = record_of(config, *pair, prompts[pair[0]], text)
+                record = record_of(*pair, prompts[pair[0]], text)
                 if file is not None:
                     append(file, record)
                 elif config.output == "text":
