@@ -27,7 +27,7 @@ from runtime.data.tokenizers import ChatError
 from runtime.files import MOST_BYTES, read_bytes
 from runtime.terminal import RunError, printable, progress, run_errors
 from tools.hosts import from_first, is_first, note
-from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, ready_model, start_mesh, values_of, write
+from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, append, ready_model, start_mesh, values_of, write
 
 
 # == What is asked for =================================================================================================
@@ -168,12 +168,6 @@ def main(config: Generate) -> None:
         write_all(ready, config, prompts, file, done)
 
 
-def append(file: Path, record: dict[str, Any]) -> None:
-    if is_first():
-        with run_errors(f"to={file} cannot be written"), file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record) + "\n")
-
-
 def write_all(
     ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None, done: Collection[tuple[int, int]]
 ) -> None:
@@ -197,7 +191,7 @@ def write_all(
             for pair, text in zip(batch, write(ready, config, of_batch, [sample for _, sample in batch], show)):
                 record = record_of(*pair, prompts[pair[0]], text)
                 if file is not None:
-                    append(file, record)
+                    append(file, [record])
                 elif config.output == "text":
                     say("" if grows else printable(text.shown))
                 else:

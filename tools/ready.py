@@ -13,9 +13,10 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ from runtime.run import with_shardings
 from runtime.terminal import RunError, run_errors
 from shardlib.mesh import current_mesh
 from shardlib.shardtypes import narrowed
-from tools.hosts import note
+from tools.hosts import is_first, note
 
 
 # == What is asked for =================================================================================================
@@ -296,6 +297,13 @@ def json_lines(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             raise RunError(f"{where}: expected an object: {error}") from None
         yield where, record if isinstance(record, dict) else {}
+
+
+def append(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds a line of JSON for each record; the first process does it. Raises RunError."""
+    if is_first():
+        with run_errors(f"to={file} cannot be written"), file.open("a", encoding="utf-8") as out:
+            out.writelines(json.dumps(record, default=str) + "\n" for record in records)
 
 
 class Text:

@@ -10,11 +10,10 @@ the context is read once.
 Legend as in train.py.
 """
 
-import contextlib
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -25,7 +24,7 @@ from runtime.terminal import RunError, columns, print_line, run_errors
 from tools.harness import Harness, Judge
 from tools.hosts import from_first, is_first
 from tools.own_program import OwnProgram
-from tools.ready import OnDevices, compute_dtype, ready_model, start_mesh
+from tools.ready import OnDevices, append, compute_dtype, ready_model, start_mesh
 from tools.tasks import Scorer, Scoring, check_tasks, read_task, score_questions, summary
 
 
@@ -40,31 +39,15 @@ class Score(Harness, Scoring, OnDevices):
 
 
 # == All of it =========================================================================================================
-class Results:
-    """The table; and a file with a line for each answer, once it is open."""
+def row(task: str, metric: str, value: float, error: Any, count: int) -> tuple[str, str, str, str, str]:
+    return task, metric, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "", str(count)
 
-    def __init__(self) -> None:
-        self.table = [("task", "metric", "value", "±", "of")]
-        self.file: Any = None
 
-    def open(self, to: str) -> None:
-        with run_errors(f"to={to} cannot be written"):
-            if os.path.lexists(to):
-                open_file(to).close()
-            self.file = open(to, "w", encoding="utf-8")
-
-    def close(self) -> None:
-        if self.file:
-            with run_errors(f"to={self.file.name} cannot be written"):
-                self.file.close()
-
-    def add(self, task: str, metric: str, value: float, error: Any, count: int) -> None:
-        shown = f"{error:.4f}" if isinstance(error, float) else ""
-        self.table.append((task, metric, f"{value:.4f}", shown, str(count)))
-
-    def keep(self, task: str, answers: Sequence[dict[str, Any]]) -> None:
-        for number, answer in enumerate(answers if self.file else ()):
-            self.file.write(json.dumps({"task": task, "number": number, **answer}, default=str) + "\n")
+def empty(file: Path) -> None:
+    with run_errors(f"to={file} cannot be written"):
+        if os.path.lexists(file):
+            open_file(file).close()
+        file.open("w").close()
 
 
 def main(config: Score) -> None:
@@ -76,9 +59,14 @@ def main(config: Score) -> None:
     to, *files = (os.path.realpath(os.path.expanduser(path)) for path in (config.to or "", *config.tasks))
     if config.to and to in files:
         raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")
-    results, judge = Results(), None
+
+    def keep(task: str, answers: Iterable[Mapping[str, Any]]) -> None:
+        if config.to:
+            append(Path(to), ({"task": task, "number": number, **answer} for number, answer in enumerate(answers)))
+
+    table, judge = [("task", "metric", "value", "±", "of")], None
     own = OwnProgram(config) if config.program == "run" else None
-    with contextlib.closing(results), jax.set_mesh(start_mesh(config, own and own.config.mesh)):
+    with jax.set_mesh(start_mesh(config, own and own.config.mesh)):
         tasks = [(file, *read_task(file, config.limit)) for file in config.tasks]
         asks = config.harness or score_questions in [how for _, how, _ in tasks]
         if own is not None and (asks or config.rows != Scoring.rows):
@@ -87,7 +75,7 @@ def main(config: Score) -> None:
         if config.harness:
             judge = Judge(config, "harness")
         if config.to:
-            from_first(lambda: results.open(to))
+            from_first(lambda: empty(Path(to)))
         if own is not None:
             scorer: Scorer = own.scorer(compute_dtype(config), config.length)
         else:
@@ -97,17 +85,15 @@ def main(config: Score) -> None:
             scorer.room_before(config.tokens)
         for task, how, records in tasks:
             answers = how(scorer, records, config)
-            results.keep(task, [{**asdict(record), **answer} for record, answer in zip(records, answers)])
-            for metric in summary(answers):
-                results.add(task, *metric, len(answers))
+            keep(task, ({**asdict(record), **answer} for record, answer in zip(records, answers)))
+            table += [row(task, *metric, len(answers)) for metric in summary(answers)]
         if judge is not None:
             scores = judge(scorer, config)
             for task, answers in scores.get("samples", {}).items():
-                results.keep(task, answers)
-            for figure in judge.figures(scores):
-                results.add(*figure)
+                keep(task, answers)
+            table += [row(*figure) for figure in judge.figures(scores)]
     if is_first():
-        print_line("\n".join(columns(results.table, right={2, 3, 4})))
+        print_line("\n".join(columns(table, right={2, 3, 4})))
 
 
 if __name__ == "__main__":
