@@ -123,7 +123,7 @@ def draw_ours(config):
 
         def call(prompts, tokens):
             how, began = Writing(tokens=tokens, temperature=0.0, rows=config.rows), time.perf_counter()
-            write(ready, how, prompts.tolist(), [0] * config.rows, lambda *_: None)
+            list(write(ready, how, prompts.tolist(), [0] * config.rows))
             return time.perf_counter() - began
 
         return timed_draw(config, call)

@@ -92,7 +92,7 @@ def converse(ready: ReadyModel, config: Generate) -> None:
             return say()
         messages.append({"role": "user", "content": line.rstrip("\n")})
         ids = ready.ids_of(messages)
-        (text,) = write(ready, config, [ids], [0], lambda _, new: say(printable(new), end=""))
+        (text,) = write(ready, config, [ids], [0], lambda new: say(printable(new), end=""))
         say()
         messages.append({"role": "assistant", "content": text.shown})
 
@@ -171,32 +171,29 @@ def main(config: Generate) -> None:
 def write_all(
     ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None, done: Collection[tuple[int, int]]
 ) -> None:
-    """Writes the texts that are not done, batch by batch, in the order of the prompts."""
+    """Writes the texts that are not done, in the order of the prompts."""
     numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
     left = [pair for pair in numbered if pair not in done]
     # A single text is shown as it grows.
     grows = len(numbered) == 1 and config.output == "text" and file is None
 
-    def show(_: int, new: str) -> None:
+    def show(new: str) -> None:
         if grows:
             say(printable(new), end="")
 
     if grows and isinstance(config.prompt, str) and not config.chat and not isinstance(ready.generator, Reader):
-        show(0, config.prompt)
-
-    with progress(total=len(numbered), initial=len(done), unit=" texts", disable=file is None or not is_first()) as bar:
-        for start in range(0, len(left), config.rows):
-            batch = left[start : start + config.rows]
-            of_batch = [prompts[number] for number, _ in batch]
-            for pair, text in zip(batch, write(ready, config, of_batch, [sample for _, sample in batch], show)):
-                record = record_of(*pair, prompts[pair[0]], text)
-                if file is not None:
-                    append(file, [record])
-                elif config.output == "text":
-                    say("" if grows else printable(text.shown))
-                else:
-                    say(json.dumps(record) if config.output == "jsonl" else " ".join(map(str, text.ids)))
-            bar.update(len(batch))
+        show(config.prompt)
+    texts = write(ready, config, [prompts[number] for number, _ in left], [sample for _, sample in left], show)
+    is_shown = file is not None and is_first()
+    bar = progress(texts, total=len(numbered), initial=len(done), unit=" texts", disable=not is_shown)
+    for text, (number, sample) in zip(bar, left):
+        record = record_of(number, sample, prompts[number], text)
+        if file is not None:
+            append(file, [record])
+        elif config.output == "text":
+            say("" if grows else printable(text.shown))
+        else:
+            say(json.dumps(record) if config.output == "jsonl" else " ".join(map(str, text.ids)))
 
 
 if __name__ == "__main__":

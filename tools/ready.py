@@ -3,7 +3,7 @@
     config = OnDevices(model="runs/first")
     with jax.set_mesh(start_mesh(config)):
         ready = ready_model(config)
-        (text,) = write(ready, Writing(tokens=20), [ready.ids_of("HAMLET.")], [0], lambda number, new: None)
+        (text,) = write(ready, Writing(tokens=20), [ready.ids_of("HAMLET.")], [0])
 
 The tools that use a model share this: generate, serve, score, embed, plan.
 """
@@ -348,38 +348,39 @@ class Text:
 
 
 def write(
-    ready: ReadyModel,
-    config: Writing,
-    prompts: Sequence[list[int]],
-    samples: Sequence[int],
-    show: Callable[[int, str], None],
-) -> list[Text]:
-    """Texts after prompts, each shown as it grows: show(number, what is new). Samples of a prompt differ by seed."""
-    texts = [Text(ready, config.stop) for _ in prompts]
-    if isinstance(ready.generator, Reader):
-        return fill(ready, texts, prompts, show)
-    if config.beams > 1:
-        bursts = iter([ready.generator.search(prompts, config.tokens, config.beams, config.length_penalty)])
-    else:
-        drawings = [replace(config, seed=(config.seed + sample) % 2**32) for sample in samples]
-        bursts = ready.generator.draw(prompts, drawings)
+    ready: ReadyModel, config: Writing, prompts: Sequence[list[int]], samples: Sequence[int],
+    show: Callable[[str], None] = lambda new: None,
+) -> Iterator[Text]:  # fmt: skip
+    """Texts after prompts, config.rows at a time; what is new of each is shown. Samples of a prompt differ by seed."""
+    for first in range(0, len(prompts), config.rows):
+        rows = slice(first, first + config.rows)
+        texts = [Text(ready, config.stop) for _ in prompts[rows]]
+        if isinstance(ready.generator, Reader):
+            fill(ready, texts, prompts[rows], show)
+        elif config.beams > 1:
+            extend(
+                texts, [ready.generator.search(prompts[rows], config.tokens, config.beams, config.length_penalty)], show
+            )
+        else:
+            drawings = [replace(config, seed=(config.seed + sample) % 2**32) for sample in samples[rows]]
+            extend(texts, ready.generator.draw(prompts[rows], drawings), show)
+        yield from texts
+
+
+def extend(texts: Sequence[Text], bursts: Iterable[Sequence[Drawn]], show: Callable[[str], None]) -> None:
     for burst in bursts:
-        for number, (text, drawn) in enumerate(zip(texts, burst)):
-            show(number, text.add(drawn))
+        for text, drawn in zip(texts, burst):
+            show(text.add(drawn))
         if all(text.has_ended for text in texts):
             break
-    for number, text in enumerate(texts):
-        show(number, text.end())
-    return texts
+    for text in texts:
+        show(text.end())
 
 
-def fill(
-    ready: ReadyModel, texts: Sequence[Text], prompts: Sequence[list[int]], show: Callable[[int, str], None]
-) -> Any:
+def fill(ready: ReadyModel, texts: list[Text], prompts: Sequence[list[int]], show: Callable[[str], None]) -> None:
     """The prompts with their masked tokens filled in; a text's ids are those tokens."""
-    for number, (text, ids, drawn) in enumerate(zip(texts, prompts, ready.generator.fill(prompts))):
+    for text, ids, drawn in zip(texts, prompts, ready.generator.fill(prompts)):
         (text.ids, text.log_probs), text.has_ended, filled = drawn, True, iter(drawn[0])
         whole = [next(filled) if token == ready.generator.mask else token for token in ids]
         text.shown = text.text(whole[len(ready.start) : len(whole) - len(ready.end)])
-        show(number, text.shown)
-    return texts
+        show(text.shown)

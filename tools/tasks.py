@@ -174,11 +174,8 @@ class Scorer:
             ids = [self.ready.ids_of(prompt)[-room:] for prompt in prompts]
         except ChatError as error:
             raise RunError(f"chat=true: {error}") from error
-        texts: list[str] = []
-        for start in progress(range(0, len(ids), config.rows), unit=" batches", disable=not is_first()):
-            batch = ids[start : start + config.rows]
-            texts += [text.shown for text in write(self.ready, config, batch, [0] * len(batch), lambda *_: None)]
-        return texts
+        texts = write(self.ready, config, ids, [0] * len(ids))
+        return [text.shown for text in progress(texts, total=len(ids), unit=" answers", disable=not is_first())]
 
 
 # == Tasks of files ====================================================================================================
