@@ -1,7 +1,7 @@
 """The thread that draws for all requests of a server, and its `Slots` on all processes of a job.
 
-slots = SharedSlots(functools.partial(Slots, generator, 8, 2048, 2048))
-engine = Engine(slots, mesh, rows=8, waiting=64)                      # others: slots.calls.follow(Exception)
+slots = Calls(JobSlots(functools.partial(Slots, generator, 8, 2048, 2048)))
+engine = Engine(slots, mesh, rows=8, waiting=64)                      # others: slots.follow(Exception)
 engine.start()
 engine.submit([Answer(ids, drawing, text, put)])                      # put(answer, what is drawn) on this thread
 """
@@ -9,7 +9,7 @@ engine.submit([Answer(ids, drawing, text, put)])                      # put(answ
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,14 +45,14 @@ class Engine(threading.Thread):
     """Draws for all requests, on the thread that speaks with the devices; nothing else is done there.
 
     Args:
-      slots: the cache, which is renewed after each failure of a device.
+      slots: those of a `JobSlots`, which are renewed after each failure of a device.
       rows, waiting: answers that are drawn at the same time, and that may wait.
     """
 
-    def __init__(self, slots: "SharedSlots", mesh: jax.sharding.Mesh, rows: int, waiting: int):
+    def __init__(self, slots: Calls, mesh: jax.sharding.Mesh, rows: int, waiting: int):
         super().__init__(name="engine", daemon=True)
         self.slots, self.mesh, self.most = slots, mesh, waiting
-        slots.renew()
+        slots.lead("renew")
         self.waiting: deque[Answer] = deque()
         self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
         self.answers: list[Answer | None] = [None] * rows
@@ -90,14 +90,14 @@ class Engine(threading.Thread):
             try:
                 self._admit(new)
                 if any(self.answers):
-                    self._hand_out(self.slots.advance())
+                    self._hand_out(self.slots.lead("advance"))
                 else:
-                    self.slots.idle()
+                    self.slots.lead("idle")
             except Exception as error:  # whatever it is: those who ask later must not suffer from it
                 self._fail([row for row, answer in enumerate(self.answers) if answer], error)
             else:
                 continue
-            self.slots.renew()  # not above, where the error still holds the memory of the old ones
+            self.slots.lead("renew")  # not above, where the error still holds the memory of the old ones
 
     def _next(self) -> dict[int, Answer] | None:
         """The answers that now get a row, if there are any; None after the last one."""
@@ -117,11 +117,13 @@ class Engine(threading.Thread):
             return new
 
     def _admit(self, new: Mapping[int, Answer]) -> None:
+        names = [field.name for field in fields(Drawing)]  # a request has other fields besides
         try:
             if new:
-                self.slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
+                how = {row: {name: getattr(answer.drawing, name) for name in names} for row, answer in new.items()}
+                self.slots.lead("admit", [(row, answer.ids, how[row]) for row, answer in new.items()])
         except Exception as error:  # any, as above; if several were admitted, each is tried alone
-            self.slots.drop(new)
+            self.slots.lead("drop", list(new))
             if len(new) == 1:
                 return self._fail(list(new), error)
             for row, answer in new.items():
@@ -142,52 +144,39 @@ class Engine(threading.Thread):
                 continue
             self.counts["tokens"] += len(drawn.tokens)
             answer.put(answer, drawn)
-            if answer.is_left or answer.text.has_ended or not self.slots.left[row]:
+            if answer.is_left or answer.text.has_ended or not self.slots.here.left[row]:
                 answer.put(answer, None)
                 self.answers[row] = None
                 gone.append(row)
                 self.counts["left" if answer.is_left and not answer.text.has_ended else "answered"] += 1
-        if any(self.slots.left[row] for row in gone):
-            self.slots.drop(gone)
+        if any(self.slots.here.left[row] for row in gone):
+            self.slots.lead("drop", gone)
 
 
-class SharedSlots:
-    """`Slots` on all processes of the job: the first one's engine calls them, and the others repeat its calls."""
+class JobSlots:
+    """`Slots` for `Calls`: with arguments that JSON can say, on each process of the job."""
 
     def __init__(self, make: Callable[[], Slots]):
         self.make = make
         self.slots: Any = None
-        self.calls = Calls(
-            renew=self._renew, admit=self._admit, drop=lambda rows: self.slots.drop(rows),
-            advance=lambda: self.slots.advance(), idle=lambda: None,
-        )  # fmt: skip
-
-    def renew(self) -> None:
-        """Replaces the slots by new ones."""
-        self.calls.lead("renew")
-
-    def admit(self, texts: Mapping[int, tuple[list[int], Drawing]]) -> None:
-        names = [field.name for field in fields(Drawing)]  # a request has other fields besides
-        rows = [(row, ids, {name: getattr(how, name) for name in names}) for row, (ids, how) in texts.items()]
-        self.calls.lead("admit", rows)
-
-    def drop(self, rows: Iterable[int]) -> None:
-        self.calls.lead("drop", list(rows))
-
-    def advance(self) -> list[Drawn]:
-        return self.calls.lead("advance")
-
-    def idle(self) -> None:
-        """Keeps the other processes from timing out while there is nothing to do."""
-        self.calls.lead("idle")
 
     @property
     def left(self) -> np.ndarray:
         return self.slots.left
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Replaces the slots by new ones."""
         self.slots = None  # frees the memory for the next ones
         self.slots = self.make()
 
-    def _admit(self, rows: Sequence[tuple[int, list[int], dict]]) -> None:
+    def admit(self, rows: Sequence[tuple[int, list[int], dict]]) -> None:
         self.slots.admit({row: (ids, Drawing(**how)) for row, ids, how in rows})
+
+    def drop(self, rows: Sequence[int]) -> None:
+        self.slots.drop(rows)
+
+    def advance(self) -> list[Drawn]:
+        return self.slots.advance()
+
+    def idle(self) -> None:
+        """Keeps the other processes from timing out while there is nothing to do."""

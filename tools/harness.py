@@ -10,6 +10,7 @@ import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from runtime.config.keys import Count, Steps
@@ -82,7 +83,7 @@ class Judge:
         def documents(texts: Sequence[str]) -> Answers:
             return score_documents(scorer, [Document(text=text) for text in texts], config)
 
-        calls = Calls(likelihoods=scorer, documents=documents, write=write)
+        calls = Calls(SimpleNamespace(likelihoods=scorer, documents=documents, write=write))
         if not is_first():
             calls.follow()
             return {}

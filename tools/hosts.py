@@ -1,8 +1,8 @@
 """One job of several processes: the first one reads and writes, all compute.
 
     prompts = from_first(lambda: read(file))     # what the first process reads, on all; or its refusal
-    calls = Calls(draw=slots.advance)            # the first process leads, the others follow
-    burst = calls.lead("draw") if is_first() else calls.follow()
+    calls = Calls(slots)                         # the first process leads, the others follow
+    burst = calls.lead("advance") if is_first() else calls.follow()
 
 Processes send each other JSON, so nothing that arrives can run as code. A job of one process sends nothing.
 """
@@ -55,15 +55,15 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 class Calls:
-    """Functions that all processes call together, with the first one's arguments."""
+    """Methods of an object on each process, which all call together, with the first one's arguments."""
 
-    def __init__(self, **functions: Callable):
-        self.functions = functions
+    def __init__(self, here: Any):
+        self.here = here
 
     def lead(self, name: str, *arguments: Any) -> Any:
-        """Calls the function on all processes; the first one calls this."""
+        """Calls the method on all processes; the first one calls this."""
         shared([name, *arguments])
-        return self.functions[name](*arguments)
+        return getattr(self.here, name)(*arguments)
 
     def follow(self, *outlives: type[Exception]) -> None:
         """Repeats the first process's calls until its `end`.
@@ -74,7 +74,7 @@ class Calls:
         while (call := shared()) is not None:
             name, *arguments = call
             with suppress(*outlives):
-                self.functions[name](*arguments)
+                getattr(self.here, name)(*arguments)
 
     def end(self) -> None:
         """Ends `follow` on the others, after the last call."""

@@ -38,8 +38,8 @@ from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError, heartbeat, needs_package, print_line, run_errors
-from tools.engine import Answer, Engine, SharedSlots
-from tools.hosts import from_first, is_first, note
+from tools.engine import Answer, Engine, JobSlots
+from tools.hosts import Calls, from_first, is_first, note
 from tools.ready import OnFewerBytes, ReadyModel, Text, ready_model, require_writer, start_mesh
 
 PAGE = Path(__file__).parent / "chat.html"
@@ -407,12 +407,12 @@ def main(config: Serve) -> None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
         if hasattr(ready.source.model, "positions"):
             config = replace(config, length=ready.at_most(config.length))
-        slots = SharedSlots(partial(Slots, ready.generator, config.rows, config.length, config.length + 1))
+        slots = Calls(JobSlots(partial(Slots, ready.generator, config.rows, config.length, config.length + 1)))
         # uvicorn raises it once more at its end, when the other processes must still hear of that.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not is_first():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends it
-            return slots.calls.follow(Exception)
+            return slots.follow(Exception)
         if ready.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
         engine = Engine(slots, mesh, config.rows, config.waiting)
@@ -424,7 +424,7 @@ def main(config: Serve) -> None:
         finally:
             engine.stop()
             engine.join()
-            slots.calls.end()
+            slots.end()
 
 
 def listener(config: Serve) -> socket.socket:

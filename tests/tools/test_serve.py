@@ -23,6 +23,7 @@ import pytest
 from browser import ENTER, browser
 
 from tools import engine, ready, serve
+from tools.hosts import Calls
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -296,7 +297,7 @@ def test_too_many_are_told_to_come_again():
     api_key, where one is asked for, none is taken."""
     model = ready.ReadyModel(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
     config = serve.Serve(model="none", waiting=2, api_key="secret")
-    drawing = engine.Engine(SimpleNamespace(renew=lambda: None), None, config.rows, config.waiting)
+    drawing = engine.Engine(Calls(SimpleNamespace(renew=lambda: None)), None, config.rows, config.waiting)
     transport = httpx.ASGITransport(serve.Api(model, drawing, config))
 
     async def ask():

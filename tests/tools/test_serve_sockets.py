@@ -21,6 +21,7 @@ from runtime.data.tokenizers import CHATML, Tokenizer
 from shardlib.mesh import make_mesh
 from tools import connection as bounds
 from tools import engine, ready, serve
+from tools.hosts import Calls
 
 FAILS = 200  # an id that no row with it can be admitted
 BREAKS = 201  # and one with which nothing is drawn
@@ -37,10 +38,10 @@ class Slots:
     def renew(self):
         self.left, self.prompts, self.renewed = np.zeros(self.rows, np.int32), [()] * self.rows, self.renewed + 1
 
-    def admit(self, texts):
-        for row, (prompt, drawing) in texts.items():
-            self.left[row], self.prompts[row] = drawing.tokens, prompt
-        if any(FAILS in prompt for prompt, _ in texts.values()):
+    def admit(self, rows):
+        for row, prompt, how in rows:
+            self.left[row], self.prompts[row] = how["tokens"], prompt
+        if any(FAILS in prompt for _, prompt, _ in rows):
             raise IndexError("out of bounds")
 
     def advance(self):
@@ -68,7 +69,7 @@ class Running:
         model = ready.ReadyModel(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
         self.slots, self.clients = Slots(self.config.rows), []
         mesh = make_mesh(vars(Mesh()), devices=jax.devices()[:1])
-        self.engine = engine.Engine(self.slots, mesh, self.config.rows, self.config.waiting)
+        self.engine = engine.Engine(Calls(self.slots), mesh, self.config.rows, self.config.waiting)
         self.server = serve.server_of(serve.Api(model, self.engine, self.config))
         self.listens = socket.create_server(("127.0.0.1", 0))
         self.address = self.listens.getsockname()
