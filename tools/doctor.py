@@ -17,7 +17,6 @@ import re
 import secrets
 import statistics
 import sys
-import textwrap
 import timeit
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -39,7 +38,7 @@ from runtime.config import command_line
 from runtime.config.checks import check_dataset
 from runtime.data.chunks import read_errors
 from runtime.data.sources import open_data
-from runtime.terminal import RunError, print_line
+from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.trackers import PACKAGES
 from shardlib.mesh import shard_map
 from shardlib.shardtypes import make_shardings, mesh_text
@@ -57,12 +56,11 @@ def main(config: Any) -> None:
     """Prints rows as they come. All processes measure; those after the first print what is wrong with their host."""
     wrong = []
     for part, state, fix in rows(config):
-        if fix:
-            wrong.append(part)
         if fix or jax.process_index() == 0:
-            text = [f"{'WRONG' if fix else 'ok':6} {part:25} {state}", f"{'':33}fix: {fix}"][: 1 + bool(fix)]
-            for line in text:
-                print_line(textwrap.fill(line, 120, subsequent_indent=" " * 33, break_on_hyphens=False))
+            print_line(wrapped(f"{'WRONG' if fix else 'ok':6} {part:25} {state}", others=" " * 33))
+        if fix:
+            print_line(wrapped(f"fix: {fix}", " " * 33, " " * 33))
+            wrong.append(part)
     if wrong:
         raise RunError(f"missing or broken: {', '.join(wrong)}; the fix of each is below it")
     if jax.process_index() == 0:
