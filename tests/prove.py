@@ -96,9 +96,3 @@ def refused(function, mesh=MESHES[0], sizes=SIZES) -> str:
     text = refusal(function, mesh, sizes)
     assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", text), (mesh, text)
     return text
-
-
-def says(message, text) -> bool:
-    """Whether a text has a message in it, word for word or as a pattern; a line break is a blank."""
-    text = " ".join(text.split())
-    return message in text or re.search(message, text) is not None

@@ -1,17 +1,13 @@
-"""What the tests of the data format and of the loader share: ragged data, a loader's config and the check of a
-message."""
+"""What the tests of the data format and of the loader share: ragged data and a loader's config."""
 
 import dataclasses
-import re
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runtime.data.batches import Batch
 from runtime.data.flat_tokens import open_split
-from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 
 EXAMPLE = [np.array(ids) for ids in ([1, 2], [3, 4, 5], [6, 7, 8])]  # of the format's description
@@ -68,13 +64,6 @@ class HostSharding:
     def addressable_devices_indices_map(self, shape):
         whole = self.whole.devices_indices_map(shape)
         return {device: index for device, index in whole.items() if device in self.devices}
-
-
-def assert_refuses(message, function, *args, **kwargs):
-    """Asserts the whole message, in which … stands for anything."""
-    with pytest.raises(RunError) as error:
-        function(*args, **kwargs)
-    assert re.fullmatch(re.escape(message).replace("…", ".*"), str(error.value), re.DOTALL), str(error.value)
 
 
 def read_from_chunks(monkeypatch):

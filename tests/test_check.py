@@ -60,9 +60,9 @@ def test_reshape_tracking():
     ]:
         assert after(before, shape) == (dims, frozenset(alone)), (before, shape)
     for before, shape, text in [
-        ((4, (6, d)), ((24, d),), "'reshape' merges into the one before it a dim that is split over d"),
-        (((24, d),), (4, (6, d)), "'reshape' makes a minor dim of a dim that is split over d"),
-        (((4, d), 6), (6, (4, d)), "'reshape' makes a minor dim of a dim that is split over d"),
+        ((4, (6, d)), ((24, d),), "'reshape' merges into .* split over d"),
+        (((24, d),), (4, (6, d)), "'reshape' makes a minor dim .* split over d"),
+        (((4, d), 6), (6, (4, d)), "'reshape' makes a minor dim .* split over d"),
     ]:
         with pytest.raises(ShardingError, match=text):
             after(before, shape)
@@ -142,10 +142,10 @@ def test_kinds_of_mesh(kind):
         placed = jax.device_put(x, make_shardings(f32['M/d']))
         np.testing.assert_array_equal(jax.jit(typed_shard_map(twice))(placed), 2 * x)
         np.testing.assert_array_equal(typed_shard_map(twice)(placed), 2 * x)
-        with pytest.raises(ShardingError, match=r"the value is still a sum over d that nobody has taken"):
+        with pytest.raises(ShardingError, match="still a sum over d"):
             jax.jit(typed_shard_map(unreduced))(x)
         assert jax.jit(typed_shard_map(total))(x) == 28
-        with pytest.raises(ShardingError, match=r"twice is mapped over the mesh, inside of a function that is\n  fix"):
+        with pytest.raises(ShardingError, match=r"twice is mapped over the mesh, .*\n  fix"):
             jax.jit(typed_shard_map(nested))(x)
         # The first device's term: what the check is for.
         assert jax.jit(typed_shard_map(unreduced, check=False))(x) == 1

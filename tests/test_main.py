@@ -137,8 +137,8 @@ def test_a_wrong_program_is_refused(forgotten_reduction, monkeypatch, capsys, tm
     line; no traceback."""
     where = f"paths.root_working_dir={tmp_path}"
     for keys, message in [
-        (["check_only=true"], "error: training_step is refused on the mesh d=4 × t=2:"),
-        ([where], "error: 'B/d L M/t' says M/t, but that dim is whole"),
+        (["check_only=true"], "error: training_step is refused on"),
+        ([where], "error: 'B/d L M/t' says M/t"),
     ]:
         assert start(monkeypatch, *keys) == 1
         printed = capsys.readouterr().err

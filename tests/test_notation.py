@@ -6,7 +6,8 @@ import prove
 import pytest
 import test_refused
 from pages import text_of
-from prove import each_row, program, refused, says, table
+from parts import says
+from prove import each_row, program, refused, table
 
 SECTION = " ".join(text_of("notation.md").partition("## What is proved, and what is not\n")[2].split())
 SENTENCES = [text for text in re.split(r"(?<=\.) |- (?=\*\*)", SECTION) if text not in ("", "Not proved: ")]
@@ -14,27 +15,24 @@ SENTENCES = [text for text in re.split(r"(?<=\.) |- (?=\*\*)", SECTION) if text 
 ROWS = table(r"""
 # Proved
 every mesh that divides the sizes, including sizes like `x.shape[0] // 4` | 8/d
-    | x * ((x.shape[0] // 4) * shardops.axis_size('d'))
-    | 8/d // 4 makes a size, 2/d, which d=4 cannot divide
-One verdict holds | B/d | x if x.shape[0] > 4 else -x | must not depend on the size of a device's part
-has the layout of its annotation | M -> M/t | x | 'M/t' says M/t, but that dim is whole in the value: write M
-of an operation that of its string | M | shardops.all_gather('Z/d -> Z', x)
-    | 'Z/d' says Z/d, but that dim is whole in the value
+    | x * ((x.shape[0] // 4) * shardops.axis_size('d')) | 8/d // 4 … 2/d, which d=4 cannot divide
+One verdict holds | B/d | x if x.shape[0] > 4 else -x | must not depend on … a device's part
+has the layout of its annotation | M -> M/t | x | 'M/t' says M/t … whole in the value: write M
+of an operation that of its string | M | shardops.all_gather('Z/d -> Z', x) | 'Z/d' says Z/d … whole in the value
 An operation under `jax.vmap` | B M/d | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
-    | an operation or an annotation under jax.vmap
+    | an operation … under jax.vmap
 put through any linear function | B/d M/t -> B/d
     | shardops.psum('B/d +t -> B/d', 2 * forgotten(x) + forgotten(-x)) | accepted
 `silu` of it is an error | B/d M/t -> B/d | jax.nn.silu(forgotten(x))
-    | 'silu' .logistic., which is not linear, of a value that is pending over t: a function of a sum is not the sum of
+    | 'silu' (logistic) … not linear … pending over t: a function of a sum
 adding it to a value that is the same | B/d M/t, B/d -> B/d | forgotten(x) + y
-    | 'add' of a value that is pending over t and one that is not: each device would add it again
+    | 'add' … pending over t and one that is not … add it again
 Only an operation with a string reduces | B/d M | x - jnp.max(x, axis=0)[None]
-    | 'max' .reduce_max. reduces a dim that is split over d
-reduces, indexes | B/d M | x - x[0][None] | changes the length of a dim that is split over d
-reduces, indexes, sorts | B/d M | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
-reduces, indexes, sorts, shifts | M/d | jnp.roll(x, 1) | of a dim that is split over d
-reduces, indexes, sorts, shifts or loops over a split dim | L/d M | lax.map(jnp.tanh, x)
-    | a scan over a dim that is split over d
+    | 'max' (reduce_max) reduces … split over d
+reduces, indexes | B/d M | x - x[0][None] | changes the length … split over d
+reduces, indexes, sorts | B/d M | jnp.sort(x, axis=0) | 'sort' runs along … split over d
+reduces, indexes, sorts, shifts | M/d | jnp.roll(x, 1) | split over d
+reduces, indexes, sorts, shifts or loops over a split dim | L/d M | lax.map(jnp.tanh, x) | a scan over … split over d
 A `lax` collective | M/d | lax.pmean(x, 'd') | over d outside of shardops
 A `lax` collective, `lax.axis_index` | M/d | x * lax.axis_index('d') | over d outside of shardops
 an operation that the check does not know | M/d
@@ -45,31 +43,31 @@ depends on what differs between them, also in a gradient | M | lax.cond(at('d') 
     | under a branch that depends on what differs there
 A loss is pending over every axis | M -> M | shardops.grad(lambda w: jnp.sum(w * w))(x) | the loss is the same along d
 a gradient has the type of the table | M, B/d M -> M | shardops.grad(lambda w: squares(y * w[None]))(x)
-    | the value is still a sum over d that nobody has taken
+    | still a sum over d
 `jax.grad`, `jax.vjp` and | M | jax.grad(lambda y: jnp.sum(y))(x) | a jax.grad, vjp, jvp or linear_transpose
 `jax.vjp` and `jax.jvp` are errors | M | jax.jvp(jnp.sin, (x,), (x,))[1] | may stand in shardops.local alone
 the gradient of a constant zero | M, B/d M -> M | reduced(lambda z: squares(y + z[None]), jnp.zeros(64))
-    | a constant zero, which has no type, is differentiated
+    | a constant zero … is differentiated
 `shardops.zeros` has a type | M, B/d M -> M | x + reduced(lambda z: squares(y + z[None]), shardops.zeros('M', f32))
     | accepted
 `jax.custom_jvp` send nothing | M/d -> M | own_vjp(lambda x: shardops.all_gather('M/d -> M', x), lambda _, g: (g,))(x)
     | a transfer over d inside a jax.custom_vjp
 A forward rule computes the function's value | M | own_rule(jnp.sin, lambda x: (jnp.cos(x), x), lambda r, g: (g,))(x)
-    | the forward rule of a jax.custom_vjp has another value than its function
+    | forward rule of a jax.custom_vjp has another value
 a backward rule has the dual types | M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x)
-    | 'add' of a value that is pending over d and one that is not
+    | 'add' … pending over d and one that is not
 is linear in its tangents | M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x)
-    | the rule of a jax.custom_jvp is not linear in its tangents
+    | rule of a jax.custom_jvp is not linear
 They do not depend on what is differentiated | M | by_perturbed(x) | rules with symbolic_zeros
 may not compare the size | M/d | x * (x.shape[0] == 16) | 64/d is another number
 may not compare the size of a device's part, look it up | M/d | x * {16: 2.0}[x.shape[0]]
     | is another number on each mesh
 look it up, loop over it | M/d | sum(x for _ in range(x.shape[0])) | the size of a device's part
 make a NumPy array of it | M/d | x * np.ones(x.shape, np.float32) | fix: jnp.ones(x.shape), not np.ones
-gets no type | M/d | x / x.shape[0] | is said of a number that depends on how many devices there are
+gets no type | M/d | x / x.shape[0] | is said of a number … how many devices
 is the size of the whole | M/d | x / (x.shape[0] * shardops.axis_size('d')) | accepted
 a term of a sum over t | M -> M | shardops.psum('M +t -> M', x / shardops.axis_size('t')) | accepted
-Any other use of it is an error | M | x * shardops.axis_size('d') | the number of devices along d is another one on each
+Any other use of it is an error | M | x * shardops.axis_size('d') | the number of devices along d is another
 # Not proved
 of a block that `regroup` makes | B/d | x * shardops.regroup('B/d -> d/d R', x).shape[1] | accepted
 **Plain numbers of the mesh** | M | x * int(shardops.axis_size('d')) * jax.device_count() | accepted
@@ -97,7 +95,7 @@ A sum over all rows does not depend on it | B/d -> 2
 **What is inside `local`** | M/d | shardops.local('M/d -> M/d', lambda x: x / jnp.sum(x), x) | accepted
 No operation with a string stands in it | M/d
     | shardops.local('M/d -> M/d', lambda x: shardops.slice('M -> M/d', shardops.all_gather('M/d -> M', x)), x)
-    | an operation with a string in a function that is local to a device: call it outside
+    | an operation with a string in a function that is local
 numbers that are not finite | M | shardops.psum('M +t -> M', shardops.pending('M -> M +t', x) / jnp.zeros(64))
     | accepted
 and the mathematics | M/d | x.astype(jnp.bfloat16).astype(jnp.float32) | accepted

@@ -12,7 +12,7 @@ import typeguard
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from prove import says
+from parts import assert_refuses, says
 
 import jax_extra
 from shardlib import shardops, shardtypes
@@ -105,13 +105,13 @@ def test_specs_and_shardings():
         fully = jax.tree.map(is_fully_sharded, specs, is_leaf=lambda x: isinstance(x, P))
         assert fully == Weights(embed=True, layers=Layer(w_up=True, w_down=True), norm=True, bias=False)
         assert is_fully_sharded(f32['M/d/t']) and not is_fully_sharded(P('d')) and not is_fully_sharded(P())
-    with pytest.raises(ShardingError, match=r"make_shardings needs a mesh: call it under `with jax.set_mesh"):
+    with pytest.raises(ShardingError, match="make_shardings needs a mesh: call it under"):
         make_shardings(Weights)
-    with pytest.raises(ShardingError, match=r"is_fully_sharded needs a mesh: call it under `with jax.set_mesh"):
+    with pytest.raises(ShardingError, match="is_fully_sharded needs a mesh: call it under"):
         is_fully_sharded(P())
     with (
         jax.set_mesh(jax.make_mesh((2, 4), ("t", "e"))),
-        pytest.raises(ShardingError, match="'V/t M/d' names mesh axis d, but the mesh has t, e"),
+        pytest.raises(ShardingError, match="names mesh axis d, but the mesh has t, e"),
     ):
         make_shardings(Weights)
 
@@ -152,10 +152,8 @@ def test_a_field_that_may_be_absent(b):
 
 def test_a_type_that_does_not_say_what_is_there_is_refused():
     """Where the types alone are asked for, nothing says whether an optional field is there."""
-    with pytest.raises(
-        ShardingError, match=r"nothing says here whether the value is there\n  fix: shardtypes.narrowed\("
-    ):
-        make_partition_specs(Biased)
+    message = "nothing says here … fix: shardtypes.narrowed("
+    assert_refuses(message, make_partition_specs, Biased, error=ShardingError)
 
 
 def test_a_pytree_dataclass():
@@ -178,7 +176,7 @@ def test_element_types():
     annotation = act['M']
     act.dtype = jnp.float32
     check(annotation.element, annotation.spec, jnp.zeros(3))
-    with pytest.raises(TypeError, match=r"is a type for annotations, it makes no arrays: use shardops.zeros"):
+    with pytest.raises(TypeError, match=r"makes no arrays: use shardops\.zeros"):
         f32['M'](3)
     with pytest.raises(ShardingError, match=r"no type of sharded arrays: use f32"):
         make_partition_specs(int)
@@ -218,9 +216,7 @@ def test_typeguard_refuses_with_our_text():
     def program(x: bf16[b'B/d L M'], u: bf16[b'M F/t'], w: bf16[b'F/t N']) -> bf16[b'B/d L M']:
         return block(x, u, w)
 
-    with pytest.raises(
-        typeguard.TypeCheckError, match=r"dim M of 'F/t M' is 8, but M is 16 in 'B/d L M'|dim M of 'F/t M'"
-    ):
+    with pytest.raises(typeguard.TypeCheckError, match="dim M of 'F/t M'"):
         typed_shard_map(program).check(mesh, shape(8, 4, 16), shape(16, 8), shape(8, 8))
 
 
@@ -264,41 +260,31 @@ def many(*x: f32['M']) -> f32['M']:
 
 # A function, or types and an expression as in tests/prove.py; the arguments; what is said.
 CALLS = [
-    (no_result, (W,), "typed_shard_map needs a return annotation on no_result"),
-    (no_argument, (W,), "typed_shard_map needs an annotation on argument x of no_argument"),
-    (many, (W,), "typed_shard_map needs named arguments, many takes *x"),
-    (("M", "x"), (Adapted(W, X, X, 1.0),), "argument x of program stands for a matrix with several arrays"),
-    (
-        ("M/x", "x"),
-        (W,),
-        "'M/x' names mesh axis x, but the mesh has d, t against argument x of program: f32['M/x'], value float32[16] "
-        "globally, mesh d=4 × t=2 at ",
-    ),
-    (
-        ("M +t -> M", "x"),
-        (W,),
-        "'M +t' is pending over t, which has no meaning outside of shard_map against argument x of program",
-    ),
-    (("M -> M +t", "x"), (W,), "has no meaning outside of shard_map in the result of program, mesh d=4 × t=2 at "),
+    (no_result, (W,), "needs a return annotation on no_result"),
+    (no_argument, (W,), "needs an annotation on argument x of no_argument"),
+    (many, (W,), "needs named arguments, many takes *x"),
+    (("M", "x"), (Adapted(W, X, X, 1.0),), "argument x of program stands for a matrix"),
+    (("M/x", "x"), (W,), "mesh axis x, but the mesh has d, t … argument x of program: f32['M/x'], value float32[16]"),
+    (("M +t -> M", "x"), (W,), "'M +t' is pending over t … outside of shard_map … argument x of program"),
+    (("M -> M +t", "x"), (W,), "outside of shard_map in the result of program, mesh d=4 × t=2 at "),
     (
         ("B/d M, M/d/t", "x"),
         (X[:6], W),
-        "dim B has size 6, which axis d=4 cannot divide against argument x of program: f32['B/d M'], value "
-        "float32[6, 16] globally, mesh d=4 × t=2",
+        "size 6 … d=4 cannot divide … x of program: f32['B/d M'], value float32[6,",
     ),
-    (("B/d M, M/d/t", "x"), (X[:, :12], W[:12]), "dim M has size 12, which axes d=4 × t=2 cannot divide against "),
-    (("B/d M, M/d/t", "x"), (X, W[:8]), "dim M/d/t of 'M/d/t' is 8, but M is 16 in 'B/d M' against argument y of"),
-    (("B/d M, M/d/t", "x"), (X[0], W), "'B/d M' has 2 dims, the value has 1 against argument x of program"),
-    (("B/d M, M/d/t", "x"), (X.astype(np.int32), W), "the element type is int32 against argument x of program"),
+    (("B/d M, M/d/t", "x"), (X[:, :12], W[:12]), "dim M has size 12 … d=4 × t=2 cannot divide"),
+    (("B/d M, M/d/t", "x"), (X, W[:8]), "dim M/d/t of … is 8, but M is 16 in 'B/d M' … argument y of"),
+    (("B/d M, M/d/t", "x"), (X[0], W), "'B/d M' has 2 dims, the value has 1 … argument x of program"),
+    (("B/d M, M/d/t", "x"), (X.astype(np.int32), W), "the element type is int32 … argument x of program"),
     (
         ("B/d M, M/d/t", "x"),
         (X, 3.0),
-        "expected an array, got float against argument y of program: f32['M/d/t'], value float",
+        "an array, got float … argument y of program: f32['M/d/t'], value float",
     ),
-    (("Layer -> ''", "shardops.zeros('', f32)"), (W,), "expected Layer, got ndarray against argument x of program at "),
+    (("Layer -> ''", "shardops.zeros('', f32)"), (W,), "expected Layer, got ndarray … argument x of program at "),
     (("M -> Two", "x"), (W,), "expected a tuple, got "),
-    (("M", "x.astype(jnp.bfloat16)"), (W,), "the element type is bfloat16 against the result of program ("),
-    (("M", "x[1:]"), (W,), "dim M of 'M' is 15, but M is 16 in 'M' against the result of program ("),
+    (("M", "x.astype(jnp.bfloat16)"), (W,), "the element type is bfloat16 … the result of program ("),
+    (("M", "x[1:]"), (W,), "dim M of 'M' is 15, but M is 16 … the result of program ("),
 ]
 
 
@@ -317,20 +303,20 @@ def test_wrong_calls(function, arguments, message):
 
 def test_no_mesh():
     """Without a mesh the error says how to set one."""
-    with pytest.raises(ShardingError, match=r"typed_shard_map needs a mesh: call program under `with jax.set_mesh"):
+    with pytest.raises(ShardingError, match="typed_shard_map needs a mesh: call program under"):
         typed_shard_map(program)(X, W)
 
 
 def test_results_that_are_not_as_annotated():
     """A result that is called the same and is still owed is refused, with how it lies."""
     text = prove.refusal(prove.program("M/d -> ''", "shardops.sum_unreduced('M/d -> +d', x)"))
-    assert says("'' says the same along d, but the value is still a sum over d that nobody has taken", text)
-    assert says("reduce it, or write '+d' it lies as '+d' against the result of program (", text)
+    parts = "'' says the same along d … still a sum over d … write '+d' … lies as '+d' … the result of program ("
+    assert says(parts, text)
     mesh = dict(r=1, d=2, t=2)  # axes in the mesh's order
     summed = "shardops.psum('+r -> ', shardops.sum_unreduced('M/r/d F/t -> +r +d +t', x))"
     assert says("it lies as '+r +d +t'", prove.refusal(prove.program("M/r/d F/t -> ''", summed), mesh))
     text = prove.refusal(prove.program("M/d F -> F/d M", "x.T"), dict(d=1, t=1))
-    assert "'F/d M' says F/d, but that dim is whole in the value: write F" in text
+    assert says("'F/d M' says F/d … whole in the value: write F", text)
 
 
 def test_arguments():
@@ -356,19 +342,14 @@ def test_outside_annotations_check_the_actual_sharding():
     with jax.set_mesh(make_mesh(MESH)):
         x = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(current_mesh(), P('d', 't')))
         assert check(f32, 'B/d M/t', x) is x
-        with pytest.raises(ShardingError) as caught:
-            check(f32, 'B/d M', x)
-        assert says(
-            r"the array lies as \w+\('d', 't'\), the type says \w+\('d', None\): place it with jax.device_put\(x, "
-            r"make_shardings\(...\)\) against the annotation: f32\['B/d M'\], value float32\[8, 16\] globally, "
-            r"mesh d=4 × t=2 at ",
-            str(caught.value),
-        ), str(caught.value)
+        parts = "lies as … ('d', 't'), the type says … ('d', None): … jax.device_put(x, make_shardings(...)) … "
+        parts += "annotation: f32['B/d M'], value float32[8, 16] globally, mesh d=4 × t=2 at "
+        assert_refuses(parts, check, f32, 'B/d M', x, error=ShardingError)
         with pytest.raises(ShardingError, match=r"the array lies as"):
             shardtypes.check_tree(tuple[f32['B M'], f32['B M']], (x, x))
-        with pytest.raises(ShardingError, match=r"dim B has size 6, which axis d=4 cannot divide"):
+        with pytest.raises(ShardingError, match="size 6, which axis d=4 cannot divide"):
             check(f32, 'B/d', np.zeros(6, np.float32))
-        with pytest.raises(ShardingError, match=r"'B \+d' is pending over d, which has no meaning outside"):
+        with pytest.raises(ShardingError, match=r"'B \+d' is pending over d"):
             check(f32, 'B +d', np.zeros(8, np.float32))
         check(f32, 'B/d M', np.zeros((8, 16), np.float32))
         jax.jit(lambda x: check(f32, 'B/d M', x))(x)

@@ -97,7 +97,7 @@ REFERENCES = "defaults: [base, _self_]\nk0: xxxxxxxxxx\n" + "".join(
         (REFERENCES, "refer to one another"),
         ("defaults: [base, _self_]\npaths: {model_name: '${paths.model_name}'}", "Recursive interpolation"),
         ("a: " + "[" * 10**4, "recursion"),
-        ("- a", "holds list, expected keys with values"),
+        ("- a", "holds list, expected keys"),
         ("defaults: [strange, base]\n", "nested too deeply"),
         (None, "it has 8,589,934,592 bytes"),
     ],

@@ -112,7 +112,7 @@ def test_the_replicated_weight_of_the_notation(tmp_path):
 
     assert prove.prove(step(code, "with_it")) > 0
     without = re.sub(r"gradient = shardops.psum.*", "", code)
-    assert "the value is still a sum over d that nobody has taken" in prove.refusal(step(without, "without_it"))
+    assert "still a sum over d" in prove.refusal(step(without, "without_it"))
 
 
 def small_array(*shape):

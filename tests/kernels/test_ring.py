@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pages import module_of
-from prove import SIZES, program, prove, refusal, says, table
+from parts import says
+from prove import SIZES, program, prove, refusal, table
 from test_attention import distances, operands, truth
 
 import kernels.ring
@@ -171,19 +172,19 @@ def test_a_ring_is_proved():
 
 
 REFUSED = table(r"""
-L/c D, S/c | ring('L/c D, S/c -> L/c D', x, y) | what goes round has one dim in [ ], split over an axis, the same in all
+L/c D, S/c | ring('L/c D, S/c -> L/c D', x, y) | one dim in [ ], split over an axis, the same
 L/c D, S | ring('L/c D, [S] -> L/c D', x, y) | split over an axis
-L/c D, S | ring('L/c D, [S/c] -> L/c D', x, y) | '[S/c]' says S/c, but that dim is whole in the value: write S
+L/c D, S | ring('L/c D, [S/c] -> L/c D', x, y) | '[S/c]' says S/c … whole in the value: write S
 L/c D, S/c/d | ring('L/c D, [S/c/d] -> L/c D', x, y) | split over an axis
 L/c D, S/c, B/c | ring('L/c D, [S/c], [B/c] -> L/c D', x, y, z) | the same in all
-L D, S/c | ring('L D, [S/c] -> L D', x, y) | the first operand stays, is split over c, and the result lies as it does
-L/c D, S/c | ring('[L/c] D, [L/c] -> L/c D', x, x) | the first operand stays, is split over c, and the result lies as it
+L D, S/c | ring('L D, [S/c] -> L D', x, y) | first operand stays, is split over c
+L/c D, S/c | ring('[L/c] D, [L/c] -> L/c D', x, x) | first operand stays, is split over c
 L/c D, S/c | ring('L/c D, [S/c] -> L/c', x, y) | the result is 'L/c D', not 'L/c' fix: write 'L/c D, [S/c] -> L/c D'
-L/c D, S/c D/d | ring('L/c D, [S/c] D/d -> L/c D', x, y) | D in one operand, D/d in the other: the devices'
-L/c D, S/c B/d | ring('L/c D, [S/c] B/d -> L/c D', x, y) | an operand differs along d, the result does not
-L/c D, S/c, B | ring('L/c D, [S/c], B +d -> L/c D', x, y, z) | an operand is pending, and a softmax is not linear
-L/c D, S/c | ring('L/c D, [S/c] -> L/c D', x, y, forward=sends) | a function that is local to a device sends over c
-L/c D, S/c | ring('L/c D, [S/c] -> L/c D', x, y, backward=sends) | a transfer, an index or a number of devices over c
+L/c D, S/c D/d | ring('L/c D, [S/c] D/d -> L/c D', x, y) | D in one operand, D/d in the other
+L/c D, S/c B/d | ring('L/c D, [S/c] B/d -> L/c D', x, y) | differs along d, the result does not
+L/c D, S/c, B | ring('L/c D, [S/c], B +d -> L/c D', x, y, z) | pending, and a softmax is not linear
+L/c D, S/c | ring('L/c D, [S/c] -> L/c D', x, y, forward=sends) | local to a device sends over c
+L/c D, S/c | ring('L/c D, [S/c] -> L/c D', x, y, backward=sends) | a number of devices over c
 """)
 
 

@@ -94,7 +94,7 @@ def test_srun(slurm, mixture, tmp_path):
     folder = tmp_path / "run"
     srun = ["srun", "-n", "2", "--overcommit", "--label", *hosts.TRAIN, *mixture]
     ended = subprocess.run([*srun, *hosts.where(folder)], cwd=hosts.ROOT, env=slurm, capture_output=True, text=True)
-    refusal = "num_hosts = 1: this job has 2 processes: start one alone, or set num_hosts=2"
+    refusal = "num_hosts = 1: this job has 2 processes: "
     assert ended.returncode == 1 and ended.stderr.count(refusal) == 2, ended.stdout + ended.stderr
     command = [*srun, *hosts.TWO, *hosts.where(folder)]
     ended = subprocess.run(command, cwd=hosts.ROOT, env=slurm, capture_output=True, text=True, timeout=400)

@@ -5,7 +5,6 @@ import copy
 import functools
 import importlib
 import json
-import re
 import types
 
 import jax
@@ -16,6 +15,7 @@ import pytest
 import small
 from mutation import proofs
 from pages import ROOT
+from parts import assert_refuses
 from published import FOLDER, NAMES, batch_of, check_family, decoded, loss_and_logits, on_mesh, weights_of
 from safetensors.numpy import load_file, save_file
 
@@ -86,7 +86,7 @@ def test_rows_longer_than_the_learned_positions_are_refused():
     """GPT-2 and OPT have no row in their table for later positions."""
     model = gpt2.Model(**SIZES, positions=34, first_position=2)
     assert embedded(gpt2, model, np.zeros((1, 32), np.uint32)).shape == (1, 32, 64)
-    with pytest.raises(RunError, match=r"rows of 33 tokens: the model has 32 positions: shorten"):
+    with pytest.raises(RunError, match="rows of 33 tokens: the model has 32 positions"):
         embedded(gpt2, model, np.zeros((1, 33), np.uint32))
 
 
@@ -156,7 +156,7 @@ REFUSED = [
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not .*expected None"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not .*expected 0.0"),
     ("t5", {"dtype": "flnat32"}, "dtype = 'flnat32': expected float32, float16, bfloat16"),
-    ("t5", {"feed_forward_proj": "gated-silu"}, "relu is that of T5 1.0, gated-gelu that of 1.1"),
+    ("t5", {"feed_forward_proj": "gated-silu"}, "relu .* T5 1.0, gated-gelu .* 1.1"),
     ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder = False is not .*expected True"),
     ("t5", {"is_gated_act": True}, "is_gated_act = True is not .*expected False"),
     ("bert", {"hidden_act": "relu"}, "hidden_act = 'relu' is not .*expected 'gelu'"),
@@ -238,12 +238,11 @@ test_it_is_accepted, test_every_mutant_is_refused = proofs(
 
 
 @pytest.mark.parametrize("changed, said", [
-    ({"Model": "models.llama"}, "models.gptj: Model is that of models.llama: give it its own"),
-    ({"CONFIG": "models.llama"}, "models.gptj and models.llama are both of the kind llama: give one of them another"),
+    ({"Model": "models.llama"}, "models.gptj: Model is that of models.llama"),
+    ({"CONFIG": "models.llama"}, "models.gptj and models.llama … kind llama: give one"),
 ])  # fmt: skip
 def test_a_copy_of_a_family_is_told_from_it(changed, said, monkeypatch):
     """A new file that keeps another's Model, or its kinds, would be taken for that one."""
     for name, other in changed.items():
         monkeypatch.setattr(importlib.import_module("models.gptj"), name, getattr(importlib.import_module(other), name))
-    with pytest.raises(RunError, match=re.escape(said)):
-        huggingface.families.__wrapped__()
+    assert_refuses(said, huggingface.families.__wrapped__)

@@ -165,7 +165,7 @@ def test_more_experts_than_there_are_cannot_be_chosen():
 def test_what_no_published_architecture_has_is_named():
     """The key that differs from the nearest one, and not all of them."""
     model = mixtral.Model(**OF_EXPERTS, shared_experts=1)
-    with pytest.raises(RunError, match=r"^no published architecture has model\.shared_experts = 1: this model"):
+    with pytest.raises(RunError, match=r"^no published architecture has model\.shared_experts = 1: "):
         mixtral.config_of(model)
 
 

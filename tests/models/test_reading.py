@@ -178,7 +178,7 @@ def test_masked_tokens_are_filled_in(published_bert, called, pool, tmp_path):
     assert len(second["ids"]) == 2 and "[MASK]" not in second["text"]
     assert "temperature: " in run("prompt=[MASK]", "temperature=0.5")[2]
     assert "fills in masked tokens: expected prompt" in run()[2]
-    assert "expected a masked token, the id 3, to fill in" in run("prompt=w5")[2]
+    assert "expected a masked token, the id 3" in run("prompt=w5")[2]
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
@@ -223,9 +223,9 @@ def test_vectors_of_a_file(published_bert, called, monkeypatch, pool, tmp_path):
     np.testing.assert_allclose(found[1], expected[0], atol=1e-5, rtol=0)
     np.testing.assert_allclose(unit, found / np.linalg.norm(found, axis=1, keepdims=True), atol=1e-5, rtol=0)
     assert found.shape == (3, 16) and found.dtype == np.float32
-    assert "expected a file in .npy that is not there yet" in run(f"to={tmp_path}/one.npy")[2]
+    assert "expected a file in .npy" in run(f"to={tmp_path}/one.npy")[2]
     lines.write_text('{"text": 3}\n')
-    assert "line 1: expected an object whose field text is a text" in run(f"to={tmp_path}/three.npy")[2]
+    assert "line 1: expected an object whose field text" in run(f"to={tmp_path}/three.npy")[2]
 
 
 def test_texts_that_have_no_vector():

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 import small
+from parts import says
 from several_hosts import where
 
 import train
@@ -76,8 +77,7 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
     capsys.readouterr()
     assert start(monkeypatch, changed, folder, "training.steps=4") == 1
-    said = "was trained with another program or configuration:\n  the program: my_trainer\nSet these as they were"
-    assert said in capsys.readouterr().err
+    assert says("another program or configuration: the program: my_trainer Set these", capsys.readouterr().err)
     assert start(monkeypatch, changed, folder, "training.steps=4", "allow_config_change=true") == 0
     printed = capsys.readouterr().out
     assert "  the program: my_trainer\n" in printed and "does not say which program" not in printed
@@ -201,9 +201,9 @@ def test_the_family_is_part_of_the_program(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name, text", [
-    ("no_such", "there is no such module or file; expected train, say"),
+    ("no_such", "there is no such .*; expected train"),
     ("no/such.py", "there is no such module or file"),
-    ("runtime.terminal", "it is no trainer, since it has no Config, State, TokenBatch, "),
+    ("runtime.terminal", "it is no trainer, .* Config, State, TokenBatch, "),
 ])  # fmt: skip
 def test_what_is_no_trainer(name, text):
     """One line that says what was looked for and what is missing."""
@@ -215,7 +215,7 @@ def test_the_command_line_names_the_program():
     """train where it names none; one line where there is no such."""
     assert program.of_command_line(["a=1"]) is program.load("train")
     assert program.of_command_line(["+program=tests.abc_trainer"]).__name__ == "tests.abc_trainer"
-    with pytest.raises(SystemExit, match="error: program = no_such: there is no such module"):
+    with pytest.raises(SystemExit, match="error: program = no_such: "):
         program.of_command_line(["program=no_such"])
 
 

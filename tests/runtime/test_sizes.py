@@ -1,9 +1,9 @@
 """Sizes that a mesh cannot split are refused before anything is compiled, by what the types say."""
 
-import re
 from dataclasses import dataclass
 
 import pytest
+from parts import assert_refuses
 
 import train
 from models.mesh import Mesh
@@ -11,42 +11,24 @@ from models.t5 import PairBatch
 from runtime.check import batch_shapes
 from runtime.config.command_line import load
 from runtime.config.keys import PairTokens
-from runtime.terminal import RunError
 
 WRONG = """
-training.tokens.batch=63
-    command line: training.tokens.batch = 63: dim B has size 63, which axis d=4 cannot divide: set it to 60 or 64, or
-    mesh.d to 3 or 7 | in targets: B/d L
-training.microbatches=3
-    configs/local_test_synthetic.yaml: training.tokens.batch = 64: it is divided into training.microbatches = 3 parts:
-    set it to 63 or 66
-training.microbatches=32
-    training.tokens.batch / training.microbatches = 64 / 32: dim B has size 2, which axis d=4 cannot divide: set it to
-    4, or mesh.d to 2 | in targets: B/d L
-mesh.d=2147483647
-    configs/local_test_synthetic.yaml: model.d_model = 256: dim M has size 256, which axis d=2147483647 cannot divide:
-    set it to 2147483647, or mesh.d to 256 |
-model.n_kv=3
-    command line: model.n_kv = 3: dim K has size 3, which axis t=2 cannot divide: set it to 2 or 4, or mesh.t to 1 or 3
-    | in weights/transformer/w_q: layers M/d Q K/t D
-model.d_model=260
-    command line: model.d_model = 260: dim M has size 260, which axes d=4 × t=2 cannot divide: set it to 256 or 264 | in
-    weights/transformer/ln1: layers M/d/t
-model.vocab=1281 model.layers=7 model.n_kv=7
-    command line: model.vocab = 1281: dim V has size 1281, which axis t=2 cannot divide: set it to 1280 or 1282, or
-    mesh.t to 1 or 3 | in weights/embed: V/t M/d command line: model.n_kv = 7: dim K has size 7
+training.tokens.batch=63 | command line: training.tokens.batch = 63: dim B … d=4 … to 60 or 64, or mesh.d to 3 or 7
+training.microbatches=3 | configs/local_test_synthetic.yaml: training.tokens.batch = 64: … = 3 parts: set it to 63 or 66
+training.microbatches=32 | batch / training.microbatches = 64 / 32: … size 2 … to 4, or mesh.d to 2 … in targets: B/d L
+mesh.d=2147483647 | model.d_model = 256: dim M … d=2147483647 cannot divide: set it to 2147483647, or mesh.d to 256
+model.n_kv=3 | model.n_kv = 3: dim K … 2 or 4, or mesh.t to 1 or 3 … weights/transformer/w_q: layers M/d Q K/t D
+model.d_model=260 | model.d_model = 260: dim M … d=4 × t=2 … to 256 or 264 … in weights/transformer/ln1: layers M/d/t
+model.vocab=1281 model.layers=7 model.n_kv=7 | model.vocab = 1281: dim V … weights/embed: V/t M/d … model.n_kv = 7
 """
-CASES = [case.split("\n", 1) for case in re.findall(r"^\S.*\n(?: +.*\n)+", WRONG, re.MULTILINE)]
+CASES = [case.split(" | ") for case in WRONG.strip().split("\n")]
 
 
 @pytest.mark.parametrize("overrides, text", CASES, ids=[overrides for overrides, _ in CASES])
 def test_sizes_that_the_mesh_cannot_split(overrides, text):
     """Every dim that its axes do not divide is named, with the keys of its size, the leaf, and the nearest sizes that
     fit."""
-    with pytest.raises(RunError) as caught:
-        train.shapes(load(train.Config, "local_test_synthetic", overrides.split()))
-    said = " ".join(str(caught.value).replace("\n  in ", " | in ").split())
-    assert said.startswith(" ".join(text.split()))
+    assert_refuses(text, train.shapes, load(train.Config, "local_test_synthetic", overrides.split()))
 
 
 def test_sizes_that_it_can():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from pages import ROOT
+from parts import says
 
 import train
 from runtime.data.flat_tokens import open_split
@@ -87,18 +88,18 @@ def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):
         mesh = benchmark.on_devices(shape, devices, "gpu").mesh
         assert (mesh.d, mesh.t) == expected
     assert benchmark.on_devices(shape, 1, "cpu").mesh == shape.mesh
-    with pytest.raises(RunError, match="dim M has size 256, which axis d=3 cannot divide"):
+    with pytest.raises(RunError, match="dim M has size 256, which axis d=3"):
         train.shapes(benchmark.on_devices(shape, 3 * 2, "gpu"))
     assert benchmark.config_of(benchmark.Benchmark(), "c4_a100x8x4_1b").num_hosts == 1
 
 
 MISTAKES = {
-    "": "nothing to measure: set configs=[NAME,...], or device=cpu",
+    "": "nothing to measure: set configs=[NAME,...]",
     "device=tpu": 'command line: device = "tpu": expected cpu',
-    "steps=1": "command line: steps = 1: expected 2 or more, best 20: the spread needs them",
-    "configs=[local_18m,local_19m]": "there is no config local_19m in configs; the nearest is local_18m; ",
-    "configs=local_18m": 'command line: configs = "local_18m": expected a list of text, [a, b, …]',
-    "configs=[local_18m] file=README.md/x": "file = README.md/x cannot be written: FileExistsError: [Errno 17]",
+    "steps=1": "command line: steps = 1: expected 2 or more",
+    "configs=[local_18m,local_19m]": "there is no config local_19m … nearest is local_18m",
+    "configs=local_18m": 'command line: configs = "local_18m": expected a list of text',
+    "configs=[local_18m] file=README.md/x": "file = README.md/x cannot be written: FileExistsError",
 }
 
 
@@ -106,7 +107,7 @@ MISTAKES = {
 def test_mistakes_are_said_before_anything_runs(run, arguments):
     """Each is one line, with status 1."""
     status, _, message = run(*arguments.split())
-    assert status == 1 and message.startswith(f"error: {MISTAKES[arguments]}") and message.count("\n") == 1
+    assert status == 1 and says(f"error: {MISTAKES[arguments]}", message) and message.count("\n") == 1
 
 
 def test_the_jobs(monkeypatch, run):

@@ -23,7 +23,7 @@ def test_every_program_is_a_command():
 
 @pytest.mark.parametrize("arguments, says", [
     ([], "usage: clearshard {train,"),
-    (["plant"], "error: clearshard has no command plant: expected one of train, "),
+    (["plant"], "error: clearshard has no command plant: expected"),
 ])  # fmt: skip
 def test_it_says_what_there_is(arguments, says, monkeypatch, capsys):
     """It lists the commands where none is given, or an unknown one."""

@@ -14,6 +14,7 @@ from unittest import mock
 
 import jax
 import pytest
+from parts import assert_refuses, says
 
 import train
 import train_any
@@ -136,20 +137,18 @@ def test_a_folder(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("overrides, message", [
-    (["hosts=4", "mesh.d=8"],
-     "mesh.d × mesh.t = 8 × 1 = 8 devices, but hosts × devices_per_host = 4 × 8 = 32: set mesh.d"),
-    (["hosts=0"], "hosts = 0: expected a whole number from 1 to 2147483647"),
-    (["mesh.d=16", "devices_per_host=6"], "16 devices are no whole number of hosts of devices_per_host = 6"),
+    (["hosts=4", "mesh.d=8"], "mesh.d × mesh.t = 8 × 1 … hosts × devices_per_host = 4 × 8 = 32: set mesh.d"),
+    (["hosts=0"], "hosts = 0: expected … from 1 to 2147483647"),
+    (["mesh.d=16", "devices_per_host=6"], "16 devices … of devices_per_host = 6"),
     (["sweep=true"], "a sweep is sorted by time: give hardware="),
-    (["compile=true"], "for no hardware nothing can be compiled; there are a100_40gb"),
+    (["compile=true"], "for no hardware … there are a100_40gb"),
     (["hardware=h300"], "command line: hardware = h300: expected a100_40gb, "),
-    (["hosts=16"], "training.tokens.batch = 64: dim B has size 64, which axis d=128 cannot divide"),
-    (["mesh.d=1", "mesh.t=32"],
-     "model.n_kv = 16: dim K has size 16, which axis t=32 cannot divide: set it to 32, or mesh.t to 16"),
+    (["hosts=16"], "training.tokens.batch = 64: dim B … d=128 cannot divide"),
+    (["mesh.d=1", "mesh.t=32"], "model.n_kv = 16: dim K … t=32 cannot divide: set it to 32, or mesh.t to 16"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(overrides, message):
     """One sentence has the fix."""
-    assert message in refused("c4_a100x8_1b", *overrides)
+    assert says(message, refused("c4_a100x8_1b", *overrides))
 
 
 def tiny(hbm_bytes):
@@ -285,20 +284,18 @@ def test_slices_and_targets():
     shapes = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 128: (4, 4, 8), 4096: (16, 16, 16)}
     assert {chips: slice_of(chips, 3) for chips in shapes} == shapes
     assert slice_of(8, 2) == (2, 4) and slice_of(256, 2) == (16, 16)
-    with pytest.raises(CannotCompile, match="there is no slice of 12 chips: expected 4, 8, 16, 32"):
+    with pytest.raises(CannotCompile, match="no slice of 12 chips: expected 4, 8, 16"):
         slice_of(12, 3)
     assert "core_count: 132" in target_config("h200") and "ACCELERATED_FEATURES" in target_config("h200")
-    with pytest.raises(CannotCompile, match="for gtx nothing can be compiled; there are a100_40gb, a100_80gb, h100"):
+    with pytest.raises(CannotCompile, match="for gtx nothing can be compiled; there are a100_40gb"):
         absent.environment("gtx")
 
 
 def test_missing_packages_are_one_line(monkeypatch):
     """What is missing, and the command."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CannotCompile) as caught:
-        absent.environment("tpu_v5p")
-    command = "pip install --no-deps -r requirements-plan.txt"
-    assert str(caught.value) == f"compiling for tpu_v5p needs libtpu, which is not installed: {command}"
+    parts = "tpu_v5p needs libtpu … pip install --no-deps -r requirements-plan.txt"
+    assert_refuses(parts, absent.environment, "tpu_v5p", error=CannotCompile)
     assert "jax_cuda13_plugin" in refused("c4_a100x8_1b", "hardware=h200", "compile=true")
 
 
@@ -325,7 +322,7 @@ def test_the_process_that_compiles(monkeypatch):
     ((program, command, environment),) = started
     assert (program, command[1:]) == (sys.executable, sys.orig_argv[1:]) and environment["ABSENT"] == "1"
     monkeypatch.setattr(os, "environ", {**environment, "ABSENT": "0"})
-    with pytest.raises(RunError, match=r"^one command compiles for GPUs or for TPUs: start another one"):
+    with pytest.raises(RunError, match=r"^one command compiles for GPUs or for TPUs"):
         plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
     monkeypatch.setattr(os, "environ", environment)
     plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))

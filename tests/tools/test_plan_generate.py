@@ -72,7 +72,7 @@ def test_the_page_and_what_does_not_fit(capsys, tmp_path):
     assert page.startswith("gemma.py on the mesh r=1 × d=1 × c=1 × e=1 × t=1: one step of 1,000,000 tokens")
     files = re.findall(r"^-- (\S+) -", page, re.M)
     assert files[0] == "gemma.py" and "decoding.py" in files, files
-    with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2 devices"):
+    with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2"):
         plan.main(config_of("llama", "mesh.d=2", "rows=3"))
     with pytest.raises(RunError, match=r"^command line: hardware = h300: expected a100_40gb, "):
         plan.main(config_of("llama", "hardware=h300"))

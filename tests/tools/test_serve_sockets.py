@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from parts import says
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from models.decoding import Drawn
@@ -439,7 +440,7 @@ def test_the_engine_draws_and_does_nothing_else(running, monkeypatch):
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion depth exceeded"),
     ("{{ 10.0**400 }}", "OverflowError: "),
     ("{{ 'a'.center(10**10) }}", "it takes too much memory"),
-    ("{{ 'a' * 10**5 }}", "ValueError: it writes 100000 characters, at most 16928 are allowed"),
+    ("{{ 'a' * 10**5 }}", "ValueError: it writes 100000 characters, at most 16928"),
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes too much time"),
     ("{{ messages[7].x.y }}", "UndefinedError: "),
     ("{% if", "TemplateSyntaxError: "),
@@ -448,23 +449,23 @@ def test_a_template_that_does_not_end(running, template, said):
     """One line and 400; a chat with a template that does is answered next."""
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     status, answer = running(template=template).ask(chat, "/v1/chat/completions")
-    assert status == 400 and f"the chat template does not take the messages ({said}" in answer["error"]["message"] + "("
+    assert status == 400 and says(f"the chat template … messages ({said}", answer["error"]["message"] + "(")
     assert running().ask(chat, "/v1/chat/completions")[1]["choices"][0]["message"]["content"] == "aaa"
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["port=70000"], "port = 70000: expected a whole number from 1 to 65535"),
-    (["port=0"], "port = 0: expected a whole number from 1 to 65535"),
+    (["port=70000"], "port = 70000: expected … from 1 to 65535"),
+    (["port=0"], "port = 0: expected … from 1 to 65535"),
     (["host="], 'host = "": expected text, not empty'),
     (["api_key="], 'api_key = "": expected text, not empty'),
-    (["rows=4097"], "rows = 4097: expected a whole number from 1 to 4096"),
-    (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of 2, the devices that share them"),
+    (["rows=4097"], "rows = 4097: expected … from 1 to 4096"),
+    (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of 2"),
     (["host=no.such.host.invalid"], "host=no.such.host.invalid port=8000 cannot be listened on: "),
 ])  # fmt: skip
 def test_keys_that_are_refused(called, arguments, message):
     """Before a model is read."""
     status, _, error = called(serve.main, serve.Serve, "nowhere", *arguments)
-    assert status == 1 and message in error
+    assert status == 1 and says(message, error)
 
 
 def test_a_port_in_use_and_an_empty_variable(called, monkeypatch):
@@ -472,7 +473,7 @@ def test_a_port_in_use_and_an_empty_variable(called, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, _, error = called(serve.main, serve.Serve, "nowhere", f"port={port}")
-        assert status == 1 and f"port={port} cannot be listened on: OSError: [Errno 98] Address already in use" in error
+        assert status == 1 and f"port={port} cannot be listened on: OSError: [Errno 98]" in error
     monkeypatch.setenv("CLEARSHARD_API_KEY", "")
     status, _, error = called(serve.main, serve.Serve, "nowhere")
-    assert status == 1 and "the environment's CLEARSHARD_API_KEY is empty: set it to a key, or unset it" in error
+    assert status == 1 and says("CLEARSHARD_API_KEY is empty: set it … or unset it", error)

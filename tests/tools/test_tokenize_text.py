@@ -18,7 +18,8 @@ import jax
 import numpy as np
 import pytest
 import zarr
-from ragged import FlatTokens, assert_refuses
+from parts import assert_refuses, says
+from ragged import FlatTokens
 
 import tools.tokenize_text
 from models.mesh import Mesh
@@ -377,7 +378,7 @@ def test_documents_longer_than_a_row(tmp_path, capsys, too_long):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (4, 9, 2, 8, 1)])
     command = [f"input={source}", f"output={tmp_path}/x.zarr", "row_length=8", f"too_long={too_long}"]
     if too_long == "refuse":
-        message = f"{source}:2: 9 tokens for row_length = 8: set it larger, or too_long to truncate or drop; …"
+        message = f"{source}:2: 9 tokens for row_length = 8 … larger, or too_long"
         assert_refuses(message, tokenize, *command)
         tokenize(*command, "on_bad_record=skip")
         assert "; 1 bad records left out" in capsys.readouterr().out
@@ -459,36 +460,32 @@ def test_rows_of_an_interrupted_run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- faults of the input
 
 NO_WORDS = [{"role": "user", "content": "x"}]
-LEARN = "so there is nothing to learn"
+LEARN = "nothing to learn"
 BAD = {
     "a.jsonl:2: no JSON (Expecting ':' delimiter, column 8)": b'{"text": "x"}\n{"text"\n',
     'a.jsonl:3: list, expected {"field": ...}': b'\n\n["x"]',
     "a.jsonl:2: no field 'text'; it has 'body', 'id'": b'{"text": "x"}\n{"body": "x", "id": 1}\n',
-    "a.jsonl:1: no JSON that can be read (an integer of over 4,300 digits)": b'{"a": ' + b"1" * 5000 + b"}\n",
-    "a.jsonl:1: no JSON that can be read (nested too deeply)": b"[" * 100_000 + b"\n",
+    "a.jsonl:1: no JSON … an integer of over 4,300 digits": b'{"a": ' + b"1" * 5000 + b"}\n",
+    "a.jsonl:1: no JSON … nested too deeply": b"[" * 100_000 + b"\n",
     "a.jsonl:1: no field 'text'; it has none": b"{}\n",
     "a.jsonl:1: field 'text' is NoneType, expected text": b'{"text": null}\n',
-    "a.jsonl:2: invalid UTF-8 (byte 0xff at 11 of the line)": b'{"text": "x"}\n{"text": "a\xff"}\n',
-    "a.jsonl:1: half of a surrogate pair (surrogates not allowed), expected Unicode text": b'{"text": "\\ud83d"}\n',
+    "a.jsonl:2: invalid UTF-8 (byte 0xff at 11": b'{"text": "x"}\n{"text": "a\xff"}\n',
+    "a.jsonl:1: half of a surrogate pair … expected Unicode": b'{"text": "\\ud83d"}\n',
     "a.jsonl:1: no field 'out_text'; it has 'in_text'": b'{"in_text": "x"}\n',
-    f"a.jsonl:1: field 'out_text' is empty, {LEARN}": b'{"in_text": "x", "out_text": ""}\n',
-    f"a.jsonl:1: no message is the assistant's, {LEARN}": json.dumps({"messages": NO_WORDS}).encode(),
-    "a.jsonl:1: field 'segments': expected a list of {\"text\": ..., \"weight\": ...}": b'{"segments": ["x"]}',
-    f"a.jsonl:1: all weights are 0, {LEARN}": b'{"segments": [{"text": "x", "weight": 0}]}',
-    "a.jsonl:1: segments[0].weight is nan, expected a number from 0 to 1,000,000": (
-        b'{"segments": [{"text": "x", "weight": NaN}]}'
-    ),
-    "a.jsonl:1: segments[1].weight is -1, expected a number from 0 to 1,000,000": (
+    f"a.jsonl:1: field 'out_text' is empty … {LEARN}": b'{"in_text": "x", "out_text": ""}\n',
+    f"a.jsonl:1: no message is the assistant's … {LEARN}": json.dumps({"messages": NO_WORDS}).encode(),
+    "a.jsonl:1: field 'segments': expected a list": b'{"segments": ["x"]}',
+    f"a.jsonl:1: all weights are 0 … {LEARN}": b'{"segments": [{"text": "x", "weight": 0}]}',
+    "a.jsonl:1: segments[0].weight is nan, expected … to 1,000,000": (b'{"segments": [{"text": "x", "weight": NaN}]}'),
+    "a.jsonl:1: segments[1].weight is -1, expected … 0 to 1,000,000": (
         b'{"segments": [{"text": "x"}, {"text": "x", "weight": -1}]}'
     ),
-    "a.jsonl:1: the weight 0.5 of segments needs weights=true; without that a weight is 0 or 1": (
-        b'{"segments": [{"text": "x", "weight": 0.5}]}'
-    ),
+    "a.jsonl:1: … weight 0.5 of segments needs weights=true": (b'{"segments": [{"text": "x", "weight": 0.5}]}'),
     "a.jsonl: the file is empty": b"",
     "a.jsonl.gz: the file is empty": gzip.compress(b""),
     "a.txt: the file is empty": b"",
-    "a.txt:2: invalid UTF-8 (byte 0xc3 at 3 of the line)": b"one\ntwo\xc3\n" + b"three\n" * 40,
-    "a.txt:10: invalid UTF-8 (byte 0xe9 at 3 of the line)": b"one\n" * 9 + b"caf\xe9\n",
+    "a.txt:2: invalid UTF-8 (byte 0xc3 at 3": b"one\ntwo\xc3\n" + b"three\n" * 40,
+    "a.txt:10: invalid UTF-8 (byte 0xe9 at 3": b"one\n" * 9 + b"caf\xe9\n",
 }
 
 
@@ -507,10 +504,10 @@ def test_bad_records(tmp_path, capsys, message):
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
     output = [f"output={tmp_path}/x.zarr", f"chat_template={tmp_path}/template.jinja", "document_bytes=4"]
     command = [f"input='{tmp_path}/[ab].*'", f"format={format}", *output]
-    assert_refuses(f"{tmp_path}/{message}; on_bad_record=skip leaves out such records", tokenize, *command)
+    assert_refuses(f"{tmp_path}/{message} … on_bad_record=skip", tokenize, *command)
     tokenize(*command, "on_bad_record=skip")  # continues where it stopped
     captured = capsys.readouterr()
-    assert f"left out: {tmp_path}/{message}\n" in captured.err and "; 1 bad records left out" in captured.out
+    assert says(f"left out: {tmp_path}/{message}", captured.err) and "; 1 bad records left out" in captured.out
     assert sequences(tmp_path / "x.zarr")[0][-1] == ("[user]g[assistant]ood" if format == "chat" else "good")
 
 
@@ -521,7 +518,7 @@ def test_many_bad_records(tmp_path, capsys, monkeypatch):
     command, numbers = [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr"], []
     document_of = text_records.document_of
     monkeypatch.setattr(text_records, "document_of", lambda *of: numbers.append(of[0]) or document_of(*of))
-    assert_refuses("…a.jsonl:3: no field 'text'; …", tokenize, *command)
+    assert_refuses("a.jsonl:3: no field 'text'", tokenize, *command)
     assert numbers == [1, 2, 3]
     tokenize(*command, "on_bad_record=skip")
     captured = capsys.readouterr()
@@ -532,7 +529,7 @@ def test_many_bad_records(tmp_path, capsys, monkeypatch):
 def test_a_record_without_an_end(tmp_path):
     """40 MB of a line, 40 kB as they are stored: refused before they are read whole."""
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"a" * 40 * 10**6))
-    message = f"{tmp_path}/a.jsonl.gz: after byte 0 a record has over 16,777,216 bytes, or no text"
+    message = f"{tmp_path}/a.jsonl.gz: after byte 0 … over 16,777,216 bytes"
     assert_refuses(message, tokenize, f"input={tmp_path}/a.jsonl.gz", f"output={tmp_path}/x.zarr")
 
 
@@ -546,7 +543,7 @@ def test_a_row_that_is_too_large(tmp_path):
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
         command = f"input={tmp_path}/a.parquet", f"output={tmp_path}/x.zarr", "processes=1"
         if size > 2**24:
-            assert_refuses(f"{tmp_path}/a.parquet, row 700: a record has over 16,777,216 bytes", tokenize, *command)
+            assert_refuses(f"{tmp_path}/a.parquet, row 700: … over 16,777,216 bytes", tokenize, *command)
     tokenize(*command, "overwrite=true")
 
 
@@ -558,61 +555,48 @@ def test_bad_rows(tmp_path):
 
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"] * 500 + [None]}), path)
-    message = f"{path}, row 500: field 'text' is NoneType, expected text; on_bad_record=skip leaves out such records"
+    message = f"{path}, row 500: field 'text' is NoneType, expected text … on_bad_record=skip"
     assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/x.zarr")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
-    assert_refuses(
-        f"{path}, row 0: no field 'text'; it has 'body', 'id'; on_bad_record=skip leaves out such records",
-        tokenize,
-        f"input={path}",
-        f"output={tmp_path}/y.zarr",
-    )
+    message = f"{path}, row 0: no field 'text'; it has 'body', 'id' … on_bad_record=skip"
+    assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/y.zarr")
     path.write_bytes(b"PAR1 no")
-    assert_refuses(f"cannot read {path} (…)", tokenize, f"input={path}", f"output={tmp_path}/z.zarr")
+    assert_refuses(f"cannot read {path} (", tokenize, f"input={path}", f"output={tmp_path}/z.zarr")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9999)[:-20])
-    assert_refuses(
-        f"cannot read {tmp_path}/a.jsonl.gz (EOFError: …)",
-        tokenize,
-        f"input={tmp_path}/a.jsonl.gz",
-        f"output={tmp_path}/w.zarr",
-    )
+    cut = f"{tmp_path}/a.jsonl.gz"
+    assert_refuses(f"cannot read {cut} (EOFError: ", tokenize, f"input={cut}", f"output={tmp_path}/w.zarr")
 
 
-ONE_OF = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
+ONE_OF = "expected one of input … and hf_dataset.path"
 WRONG = {
-    "bpe_vocab=256": "bpe_vocab = 256: expected 259 (the bytes and three) to 2147483647",
-    "bos_id=-1": "bos_id = -1: expected an id from 0 to 2147483647",
-    "format=json": 'format = "json": expected text or prompt or chat or segments or pairs',
+    "bpe_vocab=256": "bpe_vocab = 256: expected 259 … to 2147483647",
+    "bos_id=-1": "bos_id = -1: expected an id from 0",
+    "format=json": 'format = "json": expected text or prompt or chat or',
     "document_bytes=1": "document_bytes = 1: expected 4 or more",
-    "validation_fraction=1": "validation_fraction = 1: expected a number from 0 to below 1",
+    "validation_fraction=1": "validation_fraction = 1: expected … 0 to below 1",
     "on_bad_record=ignore": 'on_bad_record = "ignore": expected fail or skip',
-    "processes=-1": "processes = -1: expected a whole number from 0 to 2147483647",
+    "processes=-1": "processes = -1: expected … from 0 to 2147483647",
 }
 REFUSED = [
-    (["input=IN/a.jsonl", "format=chat", "end=x"],
-     'command line: end = "x": the chat template says how a turn ends: give it there'),
-    (["input=IN/a.jsonl", "format=prompt", "fields=[question]"],
-     'command line: fields = ["question"]: expected one for each of in_text, out_text'),
-    (["input=IN/a.jsonl", "too_long=drop"],
-     'command line: too_long = "drop": only rows of a row_length have documents that are too long: set that too'),
-    (["input=IN/a.jsonl", "format=pairs", "row_length=8"],
-     'command line: format = "pairs": pairs are written in rows: set row_length and read_length'),
-    (["input=IN/a.jsonl", "read_length=8"],
-     "command line: read_length = 8: only format=pairs has something that an encoder reads"),
+    (["input=IN/a.jsonl", "format=chat", "end=x"], 'command line: end = "x": the chat template says'),
+    (["input=IN/a.jsonl", "format=prompt", "fields=[question]"], 'fields = ["question"]: … each of in_text, out_text'),
+    (["input=IN/a.jsonl", "too_long=drop"], 'too_long = "drop": only rows of a row_length'),
+    (["input=IN/a.jsonl", "format=pairs", "row_length=8"], 'format = "pairs": … set row_length and read_length'),
+    (["input=IN/a.jsonl", "read_length=8"], "read_length = 8: only format=pairs"),
     ([], ONE_OF),
     (["input=IN/a.txt", "hf_dataset.path=x"], ONE_OF),
-    (["input=IN/a.txt", *WRONG], "\n  command line: ".join(["7 problems in the configuration", *WRONG.values()])),
-    (["hf_dataset.path=x", "validation=x"], "validation = x: expected hf_dataset.validation_split, or neither"),
-    (["input=IN/b.txt"], "cannot read IN/b.txt (FileNotFoundError: …)"),
+    (["input=IN/a.txt", *WRONG], " … ".join(["7 problems", *WRONG.values()])),
+    (["hf_dataset.path=x", "validation=x"], "validation = x: expected hf_dataset.validation_split"),
+    (["input=IN/b.txt"], "cannot read IN/b.txt (FileNotFoundError: "),
     (["input='IN/*.json'"], "no file matches IN/*.json"),
-    (["input=IN"], "IN is a folder, expected files: say IN/*.txt or such"),
+    (["input=IN"], "IN is a folder, expected files: say IN/*.txt"),
     (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
-    (["input=IN/a.txt", "end=x"], "IN/a.txt is cut by size, not where a document ends: end=x needs a separator"),
-    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text, but format=prompt needs records: …"),
-    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all of input=IN/a.txt: nothing …"),
-    (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read: …"),
-    (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text that a tokenizer could be trained on"),
-    (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where (…): …"),
+    (["input=IN/a.txt", "end=x"], "IN/a.txt is cut by size … end=x needs a separator"),
+    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text, but format=prompt needs records"),
+    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all of input=IN/a.txt"),
+    (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read"),
+    (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text … trained on"),
+    (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where"),
     (["hf_dataset.path=IN/hub"], "hf_dataset.split: IN/hub has no split 'train'; it holds test"),
 ]  # fmt: skip
 
@@ -632,8 +616,7 @@ def test_refused_before_anything_is_read(tmp_path, overrides, message):
 def test_no_document_for_a_split(tmp_path):
     """A split that no document came to is an error, which says what to do."""
     (tmp_path / "a.txt").write_text("one small text")
-    none = f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens)"
-    message = f"{none}: give validation=..., a larger validation_fraction, or more and smaller documents …"
+    message = f"'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens) … larger validation_fraction"
     command = [f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"]
     assert_refuses(message, tokenize, *command)
 
@@ -645,7 +628,7 @@ def test_a_refused_first_record_leaves_nothing_in_the_way(tmp_path):
     """The corrected command needs no overwrite, since no document was written."""
     (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n')
     command = [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr"]
-    assert_refuses("…no field 'text'; it has 'body'…", tokenize, *command)
+    assert_refuses("no field 'text'; it has 'body'", tokenize, *command)
     tokenize(*command, "fields=[body]")
     assert sequences(tmp_path / "x.zarr")[0] == ["some text"]
 
@@ -658,10 +641,10 @@ def test_output_that_is_there(tmp_path, capsys):
     tokenize(*command)
     before = files(tmp_path / "x.zarr")
     tokenize(*command)
-    complete = f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true writes it again\n"
-    assert capsys.readouterr().out.endswith(complete)
-    other = "write to a new path, or say overwrite=true to replace it"
-    made = f"{tmp_path}/x.zarr holds a data set, or its beginning, that was made with another"
+    complete = f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true"
+    assert complete in capsys.readouterr().out
+    other = "write to a new path … overwrite=true"
+    made = f"{tmp_path}/x.zarr holds a data set … made with another"
     assert_refuses(f"{made} document_bytes: {other}", tokenize, *command, "document_bytes=4")
     assert files(tmp_path / "x.zarr") == before
     tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=259")
@@ -674,12 +657,12 @@ def test_output_that_is_there(tmp_path, capsys):
     zarr.open_group(tmp_path / "mine", mode="w").create_group("mine")
     assert_refuses(f"{tmp_path}/mine holds mine already: {other}", tokenize, command[0], f"output={tmp_path}/mine")
     zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
-    message = f"{tmp_path}/old is of zarr format 2, and only format 3 is written: write to a new path"
+    message = f"{tmp_path}/old is of zarr format 2 … write to a new path"
     assert_refuses(message, tokenize, command[0], f"output={tmp_path}/old")
     (tmp_path / "others").mkdir()
     for name in ("their.partial", "work"):
         (tmp_path / "others" / name).touch()
-    message = f"{tmp_path}/others holds work, which is no data set: write to a new folder"
+    message = f"{tmp_path}/others holds work … write to a new folder"
     assert_refuses(message, tokenize, command[0], f"output={tmp_path}/others", "overwrite=true")
     assert {each.name for each in (tmp_path / "others").iterdir()} == {"their.partial", "work"}
 
@@ -704,7 +687,7 @@ def test_another_file_under_the_same_name(tmp_path, monkeypatch, changed, stops)
             tokenize(*command)
     new = CHATML.replace("im_start", "im_begin") if changed == "template.jinja" else train_bpe(texts(9), 280).json
     (tmp_path / changed).write_text(new)
-    assert_refuses("… that was made with another content of tokenizer or chat_template: …", tokenize, *command)
+    assert_refuses("made with another content of tokenizer or chat_template", tokenize, *command)
     tokenize(*command, "overwrite=true")
     anew = [*command[:-2], f"output={tmp_path}/y.zarr", "validation_fraction=0"]
     tokenize(*anew)
@@ -717,7 +700,7 @@ def test_written_by_two_at_once(tmp_path):
     (tmp_path / "x.zarr").mkdir()
     descriptor = os.open(tmp_path / "x.zarr", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    message = f"{tmp_path}/x.zarr is being written by another process: wait for it, or write to another path"
+    message = f"{tmp_path}/x.zarr is being written … wait for it, or write"
     assert_refuses(message, tokenize, f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr")
     os.close(descriptor)
     tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr")
@@ -739,12 +722,12 @@ def test_failed_write(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return await put(self, key, value, *rest)
 
-    full, command = "[Errno 28] No space left on device", [f"input={source}", f"output={tmp_path}/x.zarr"]
+    command = [f"input={source}", f"output={tmp_path}/x.zarr"]
     with monkeypatch.context() as patch:
         patch.setattr(zarr.storage.LocalStore, "set", put_or_fail)
         for left in (3, 12, 21, 22, 23, 24, 25):  # chunks, metadata, the record of progress  # noqa: B007
-            assert_refuses(f"cannot write {tmp_path}/x.zarr: OSError: {full}", tokenize, *command)
-            assert_refuses("…", open_split, tmp_path / "x.zarr", "train")
+            assert_refuses(f"cannot write {tmp_path}/x.zarr: OSError: [Errno 28]", tokenize, *command)
+            assert_refuses("", open_split, tmp_path / "x.zarr", "train")
     tokenize(*command)
     assert files(tmp_path / "x.zarr") == files(tmp_path / "whole.zarr")
 
@@ -762,5 +745,5 @@ def test_dead_process(tmp_path, monkeypatch):
             yield block
 
     monkeypatch.setattr(tools.tokenize_text, "read_blocks", deadly)
-    message = "a tokenizing process died, perhaps of too little memory: run it again, which continues, with fewer …"
+    message = "process died … too little memory: run it again … with fewer"
     assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import print_saved_residuals
 from jax.experimental import pallas as pl
 from ledgers import ledger_of, ledger_of_changed
+from parts import says
 
 import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
@@ -273,7 +274,7 @@ def test_what_cannot_be_counted_is_refused_and_kernels_are_listed():
     def in_while(x):
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
 
-    with pytest.raises(ValueError, match=r"a matrix product in the while loop at test_ledger.py:\d+, whose length"):
+    with pytest.raises(ValueError, match=r"product in the while loop at test_ledger.py:\d+"):
         count(read(jax.make_jaxpr(in_while)(jnp.ones((4, 4)))), {})
 
     def kernel(x, out):
@@ -423,10 +424,10 @@ def test_compared_ledgers(tmp_path, called):
         (old.replace(str(flops), str(flops + 1)), 1, f"model FLOPs: {flops:,.0f} -> {flops + 1:,.0f}"),
         (old, 0, "The ledgers say the same."),
         (fewer, 1, "altogether"),
-        (None, 1, f"error: {other} is no ledger: give the ledger.json of a run folder: FileNotFoundError"),
-        ("{", 1, f"{other} is no ledger: give the ledger.json of a run folder: JSONDecodeError"),
+        (None, 1, f"error: {other} is no ledger: … ledger.json … FileNotFoundError"),
+        ("{", 1, f"{other} is no ledger: … ledger.json … JSONDecodeError"),
         ('{"format": 0}', 1, f"expected a ledger of format {FORMAT}, found 0"),
     ]:
         other.unlink(missing_ok=True) if text is None else other.write_text(text)
         found, out, error = called(compare.main, compare.Compare, same, str(other))
-        assert found == status and shown in out + error
+        assert found == status and says(shown, out + error)

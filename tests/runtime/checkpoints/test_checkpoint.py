@@ -19,6 +19,7 @@ import zarr
 from checkpoint_state import CHUNKS, assert_same_bits, mesh_of, numpy_state, open_checkpoints, put, restore, save
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from parts import assert_refuses, says
 
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints import writing as checkpoint_writing
@@ -126,9 +127,8 @@ def memory(name):
 def test_bfloat16_is_refused(tmp_path):
     """zarr has no bfloat16: save names all such leaves before anything is written."""
     tree = {"a": jnp.zeros(8, jnp.bfloat16), "b": {"c": jnp.zeros(8, jnp.bfloat16)}, "d": jnp.zeros(8)}
-    expected = r"zarr has no such type; save these in float32:\n  a: bfloat16\n  b/c: bfloat16$"
-    with pytest.raises(RunError, match=expected):
-        open_checkpoints(tmp_path).save(20, tree, {})
+    parts = "save these in float32: a: bfloat16 b/c: bfloat16"
+    assert_refuses(parts, open_checkpoints(tmp_path).save, 20, tree, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,17 +143,13 @@ def test_all_differences_at_once(saved):
         },
         "counts": {"flags": jax.ShapeDtypeStruct((5,), bool, sharding=sharding)},
     }
-    with pytest.raises(RunError) as e:
-        open_checkpoints(saved).restore(wanted)
-    assert str(e.value).splitlines() == [
-        f"checkpoint {saved}/0000000020 holds another state:",
-        "  weights/embed: holds float32[16, 24], expected float32[16, 12]",
-        "  weights/transformer/w_q: holds float32[3, 16, 8], expected bfloat16[3, 16, 8]",
-        "  weights/w_down: missing, expected float32[4]",
-        "  counts/step: in the checkpoint only",
-        "  weights/transformer/ln1: in the checkpoint only",
-        "Restore with the model that saved it, or start a run with another name.",
-    ]
+    parts = f"""
+        checkpoint {saved}/0000000020 holds another state:
+        weights/embed: holds float32[16, 24], expected float32[16, 12]
+        weights/transformer/w_q: holds float32[3, 16, 8], expected bfloat16[3, 16, 8]
+        weights/w_down: missing, expected float32[4]
+        counts/step: in the checkpoint only weights/transformer/ln1: in the checkpoint only Restore with"""
+    assert_refuses(parts, open_checkpoints(saved).restore, wanted)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -179,8 +175,8 @@ def test_what_changed_places_is_found(tmp_path, place, taken_from, named):
         shutil.copytree(tmp_path / taken_from, tmp_path / place)
     else:
         shutil.copy(tmp_path / taken_from, tmp_path / place)
-    with pytest.raises(RunError, match=rf"^checkpoint {tmp_path}/0000000020 is damaged: .*{named}"):
-        open_checkpoints(tmp_path).restore(shapes, 20)
+    parts = f"checkpoint {tmp_path}/0000000020 is damaged: … {named}"
+    assert_refuses(parts, open_checkpoints(tmp_path).restore, shapes, 20)
     assert open_checkpoints(tmp_path).restore(shapes)[0] == 10
 
 
@@ -198,13 +194,11 @@ def test_checkpoints_of_earlier_programs(saved, capsys):
     root["attributes"]["metadata_crc32c"][""] = checkpoint.attributes_checksum(root["attributes"])
     (folder / "zarr.json").write_text(json.dumps(root))
     assert_same_bits(restore(saved, (2, 2))[1], numpy_state())
-    assert capsys.readouterr().err == (
-        f"checkpoint {folder} does not say which chunk belongs where, as an earlier program's: chunks that changed "
-        "places are not noticed\n"
-    )
+    said = capsys.readouterr().err
+    assert says(f"checkpoint {folder} does not say which chunk belongs where", said) and said.count("\n") == 1
     file = folder / "weights" / "embed" / "c.1.2"
     file.write_bytes(file.read_bytes()[:-5] + b"damag")
-    with pytest.raises(RunError, match=r"embed/c.1.2 cannot be decoded \(ValueError: Stored and computed checksum"):
+    with pytest.raises(RunError, match=r"embed/c.1.2 cannot be decoded \(ValueError: "):
         restore(saved)
 
 
@@ -258,10 +252,10 @@ def test_published_with_a_missing_or_damaged_chunk(tmp_path):
     file = tmp_path / "0000000020" / "weightsembed" / "2.1"
     content = file.read_bytes()
     file.write_bytes(content[:40])
-    with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 has 40 bytes and was written with 116"):
+    with pytest.raises(RunError, match=r"weightsembed/2.1 has 40 bytes .* 116"):
         restore(tmp_path)
     file.write_bytes(b"\xff" * 12 + content[12:])
-    with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 cannot be decoded \(ValueError: it unpacks"):
+    with pytest.raises(RunError, match=r"weightsembed/2.1 cannot be decoded \(ValueError: it unpacks"):
         restore(tmp_path)
     file.unlink()
     with pytest.raises(RunError, match=r"weightsembed/2.1 is missing"):

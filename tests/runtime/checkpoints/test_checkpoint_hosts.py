@@ -1,7 +1,6 @@
 """Checkpoints of several hosts: two processes of four simulated devices each, over gloo, on one directory."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import jax
 import pytest
 from checkpoint_state import assert_same_bits, numpy_state, open_checkpoints, restore, save
 from jax.experimental import multihost_utils
+from parts import says
 from several_hosts import free_port, without_gloo
 
 from runtime.checkpoints.hosts import Hosts
@@ -132,7 +132,7 @@ def test_two_hosts(tmp_path):
     """Two hosts save behind the steps, restore on another mesh by reading each its own chunks, fall back together, and
     both raise when one's write fails."""
     outputs = outputs_of(start_hosts(tmp_path, SAVE_AND_RESTORE), 400)
-    path = re.escape(str(tmp_path / "checkpoints"))
+    path = tmp_path / "checkpoints"
     chunks = [[f"weights/embed/c.{row}.{column}" for column in range(4)] for row in range(2)]
     for host, (output, errors) in enumerate(outputs):
         lines = without_gloo(output)
@@ -140,12 +140,12 @@ def test_two_hosts(tmp_path):
         # On 2 × 4 the first host holds column 0 to 3 of d = 0, that is the columns' first half.
         assert lines[0] == f"read {[row[column] for row in chunks for column in (2 * host, 2 * host + 1)]}"
         assert lines[1] == "restored 10 latest 10 {'at': 10}"
-        own = rf"{path}/0000000030/weights/embed/c.1.3 could not be written: OSError: \[Errno 5\] Input/output error"
-        others = rf"checkpoint {path}/0000000030 could not be saved: host 1: {own}"
-        assert re.fullmatch("RunError: " + (own if host == 1 else others), lines[2])
+        own = f"{path}/0000000030/weights/embed/c.1.3 … OSError: [Errno 5]"
+        others = f"checkpoint {path}/0000000030 could not be saved: host 1: {own}"
+        assert says(f"RunError: {own if host == 1 else others}", lines[2])
         assert lines[3].replace("'.hosts', ", "") == "left ['0000000010', '0000000020', '0000000030']"
-    fault = "weights/embed/c.1.3 does not have the checksum"
-    assert f"passed over: host 1: checkpoint {tmp_path}/checkpoints/0000000020 is damaged: {fault}" in outputs[0][1]
+    fault = "is damaged: weights/embed/c.1.3 … checksum"
+    assert says(f"passed over: host 1: checkpoint {path}/0000000020 {fault}", outputs[0][1])
     directory = tmp_path / "checkpoints"
     assert len(list((directory / ".hosts").iterdir())) <= 3  # what was read by all is removed
     assert open_checkpoints(directory).latest() == 20  # one process alone, which does not know yet that it is damaged
@@ -158,7 +158,7 @@ def test_the_first_host_may_be_the_dead_one(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda value: value)
-    with pytest.raises(RunError, match=r"nothing was heard of host 0 within 0\.2 s: it died or hangs"):
+    with pytest.raises(RunError, match=r"nothing was heard of host 0 within 0\.2 s"):
         Hosts(open_store(tmp_path, 1), timeout_s=0.1).agree(None, 1)
 
 
@@ -172,9 +172,8 @@ def test_a_host_that_is_killed_while_saving(tmp_path, killed):
     assert hosts[killed].returncode == -signal.SIGKILL
     output, errors = outputs[1 - killed]
     if killed == 1:
-        expected = r"RunError after \d+ s: checkpoint \S+/0000000020 could not be saved: "
-        expected += "nothing was heard of host 1 within 6 s: it died or hangs\n"
-        assert re.search(expected, output), output + errors
+        parts = "RunError after … s: checkpoint … /0000000020 could not be saved: … host 1 within 6 s"
+        assert says(parts, output), output + errors
     else:
         assert "RunError" in output or "distributed service" in errors, output + errors
     directory = tmp_path / "checkpoints"

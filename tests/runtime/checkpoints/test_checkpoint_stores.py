@@ -3,7 +3,6 @@ do."""
 
 import os
 import random
-import re
 import time
 
 import fsspec
@@ -14,6 +13,7 @@ import zarr
 from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
 from faulty_proxy import FaultyProxy
 from object_store import object_store, object_store_server  # noqa: F401
+from parts import assert_refuses, says
 
 from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import LocalStore, open_store
@@ -78,8 +78,9 @@ def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
     step, state = checkpoints.restore(like(numpy_state(), mesh_of(2, 4)))
     assert step == 20 and checkpoints.attributes(step) == {"at": 20}
     assert_same_bits(state, numpy_state(20))
-    fault = f"checkpoint {directory}/0000000030 is damaged: weights/embed/c.1.2 is missing"
-    assert capsys.readouterr().err == f"passed over: {fault}\n"
+    said = capsys.readouterr().err
+    fault = "is damaged: weights/embed/c.1.2 is missing"
+    assert says(f"passed over: checkpoint {directory}/0000000030 {fault}", said) and said.count("\n") == 1
     checkpoints.save(30, put(numpy_state(31), mesh_of(4, 2)), {})
     assert_same_bits(restore(directory, (1, 1))[1], numpy_state(31))
     assert len(files.find(f"{root}/0000000030.damaged")) == CHUNKS + 8
@@ -129,10 +130,8 @@ def test_a_store_that_is_down(object_store, proxy, fault):  # noqa: F811
     proxy.fault = lambda method, path, count: fault if method == "PUT" and "0000000020/weights" in path else None
     checkpoints = open_checkpoints(directory, waits=False, timeout_s=3)
     checkpoints.save(20, put(numpy_state(), mesh_of(4, 2)), {})
-    cause = r"TimeoutError: \d+ attempts in \d+\.\d s failed, the last with \w+: "
-    expected = rf"^{directory}/0000000020/weights/\S+ could not be written: {cause}"
-    with pytest.raises(RunError, match=expected):
-        checkpoints.close()
+    parts = f"{directory}/0000000020/weights/ … could not be written: TimeoutError: … attempts in … s failed"
+    assert_refuses(parts, checkpoints.close)
     proxy.fault = lambda *_: None
     assert open_checkpoints(directory).latest() == 10
     save(directory, 20)
@@ -143,17 +142,15 @@ def test_what_is_refused_is_not_tried_again(object_store):  # noqa: F811
     """A bucket that is not there, on which no attempt would have any effect, is reported at once."""
     checkpoints = open_checkpoints("s3://there-is-no-such-bucket/a", timeout_s=600)
     began = time.monotonic()
-    with pytest.raises(
-        RunError, match=r"^s3://there-is-no-such-bucket/a/0000000010/w/c.0 could not be written: FileNotFoundError: "
-    ):
-        checkpoints.save(10, {"w": jnp.zeros(4)}, {})
+    parts = "s3://there-is-no-such-bucket/a/0000000010/w/c.0 could not be written: FileNotFoundError: "
+    assert_refuses(parts, checkpoints.save, 10, {"w": jnp.zeros(4)}, {})
     assert time.monotonic() - began < 300  # of the 600 that it has
 
 
 @pytest.mark.parametrize("url, what", [
-    ("s3://some-bucket/a", "Unable to locate credentials. Fix: write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID"),
-    ("s3://Bad_Bucket!/a", 'Parameter validation failed: Invalid bucket name "Bad_Bucket!": .* Fix: write the URL as'),
-    ("data://a", "it cannot do that. Fix: take a directory, or an object store that can be written"),
+    ("s3://some-bucket/a", "credentials. Fix: write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID"),
+    ("s3://Bad_Bucket!/a", 'Invalid bucket name "Bad_Bucket!": … Fix: write the URL'),
+    ("data://a", "it cannot do that. Fix: take a directory, or"),
 ])  # fmt: skip
 def test_what_a_store_refuses(tmp_path, monkeypatch, url, what):
     """Missing credentials, a bucket's name that is none, and a protocol without folders are one line each, at once,
@@ -167,7 +164,7 @@ def test_what_a_store_refuses(tmp_path, monkeypatch, url, what):
     s3fs.S3FileSystem.clear_instance_cache()
     touches = (open_checkpoints(url).latest, Ownership(url).__enter__, lambda: find(url))
     for touch in touches[:: 1 if url.startswith("s3") else 2]:
-        with pytest.raises(RunError, match=rf"^{re.escape(url)} cannot be used: {what}") as error:
+        with pytest.raises(RunError) as error:
             touch()
-        assert "\n" not in str(error.value)
+        assert says(f"{url} cannot be used: … {what}", str(error.value)) and "\n" not in str(error.value)
     s3fs.S3FileSystem.clear_instance_cache()

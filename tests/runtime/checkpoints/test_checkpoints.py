@@ -19,6 +19,7 @@ import zarr
 from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from parts import assert_refuses, says
 
 from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.store import LocalStore
@@ -131,8 +132,7 @@ def test_incomplete_ones_are_passed_over_and_named(tmp_path, capsys):
     once, and not restored when they are asked for. A plain file is none. An empty directory, or none, has no latest."""
     for directory in (tmp_path, tmp_path / "nowhere"):
         assert open_checkpoints(directory).latest() is None
-        with pytest.raises(RunError, match=f"^there is no complete checkpoint in {directory}$"):
-            restore(directory)
+        assert_refuses(f"no complete checkpoint in {directory}", restore, directory)
     for step in (20, 30):
         save(tmp_path, step)
     zarr.open_group(tmp_path / "0000000030", mode="r+").attrs["write_completed"] = False
@@ -143,14 +143,14 @@ def test_incomplete_ones_are_passed_over_and_named(tmp_path, capsys):
     checkpoints, shapes = open_checkpoints(tmp_path), like(numpy_state(), mesh_of(4, 2))
     assert checkpoints.latest() == checkpoints.latest() == checkpoints.restore(shapes)[0] == 20
     lines = capsys.readouterr().err.splitlines()
-    incomplete = "passed over: checkpoint {}/00000000{} was not written to its end"
-    assert lines[1].startswith(f"passed over: checkpoint {tmp_path}/0000000050 is damaged: zarr.json cannot be read (")
-    assert [lines[0], *lines[2:]] == [incomplete.format(tmp_path, step) for step in (60, 40, 30)]
+    incomplete = f"checkpoint {tmp_path}/00000000{{}} was not written"
+    assert lines[1].startswith(f"passed over: checkpoint {tmp_path}/0000000050 is damaged: zarr.json ")
+    assert len(lines) == 4
+    for step, line in zip((60, 40, 30), [lines[0], *lines[2:]]):
+        assert line.startswith(f"passed over: {incomplete.format(step)}")
     for step in (30, 31):
-        message = f"^{incomplete.format(tmp_path, step).removeprefix('passed over: ')}$"
         for look in (lambda step: checkpoints.restore(shapes, step), checkpoints.attributes):
-            with pytest.raises(RunError, match=message):
-                look(step)
+            assert_refuses(incomplete.format(step), look, step)
     save(tmp_path, 60)
     assert open_checkpoints(tmp_path).latest() == 60
     assert capsys.readouterr().err == ""
@@ -185,17 +185,14 @@ def test_a_store_that_denies_is_an_error(tmp_path, monkeypatch, owner, verb, wha
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(owner, verb, denied)
-    with pytest.raises(
-        RunError, match=rf"^(checkpoint )?{tmp_path}{what}: PermissionError: \[Errno 13\] Permission denied"
-    ):
-        restore(tmp_path, (1, 1))
+    assert_refuses(f"{tmp_path}{what}: PermissionError: [Errno 13]", restore, tmp_path, (1, 1))
 
 
 def test_incomplete_is_replaced_and_complete_is_not(tmp_path):
     """Saving a step again replaces an incomplete group whole, its stray files too; a complete one is refused."""
     save(tmp_path, 20)
     state = numpy_state(1)
-    with pytest.raises(RunError, match=r"0000000020 is already there and complete; remove it to save this step again"):
+    with pytest.raises(RunError, match=r"0000000020 is already there .*; remove it"):
         save(tmp_path, 20, state)
     (tmp_path / "0000000020" / "zarr.json").unlink()
     (tmp_path / "0000000020" / "stray").mkdir()
@@ -218,8 +215,7 @@ def test_a_write_that_is_silently_lost_is_found(tmp_path, writes, lost_when):
 
     writes.before = lose
     message = {"at once": "weights/embed/c.1.2 is not there", "later": "counts/step/c has 3 bytes of 8"}[lost_when]
-    with pytest.raises(RunError, match=rf"0000000020/{message}. Do all hosts share this directory\?"):
-        save(tmp_path, 20)
+    assert_refuses(f"0000000020/{message} … Do all hosts share", save, tmp_path, 20)
     assert open_checkpoints(tmp_path).latest() is None
 
 
@@ -408,9 +404,8 @@ def test_the_last_step_is_read_whole(tmp_path, capsys):
     assert open_checkpoints(tmp_path).latest() == open_checkpoints(tmp_path).latest(last_step=30) == 20
     capsys.readouterr()
     assert open_checkpoints(tmp_path).latest(last_step=20) == 10
-    assert re.fullmatch(
-        r"passed over: checkpoint \S+/0000000020 is damaged: counts/step/c .*\n", capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert says(f"passed over: checkpoint {tmp_path}/0000000020 is damaged: counts/step/c", said)
 
 
 def test_none_reads_whole(tmp_path):
@@ -419,17 +414,11 @@ def test_none_reads_whole(tmp_path):
         save(tmp_path, step)
     (tmp_path / "0000000020" / "counts" / "step" / "c").unlink()
     (tmp_path / "0000000010" / "zarr.json").write_text("")
-    expected = [
-        f"no checkpoint in {tmp_path} reads whole:",
-        f"checkpoint {tmp_path}/0000000020 is damaged: counts/step/c is missing",
-        f"checkpoint {tmp_path}/0000000010 is damaged: zarr.json cannot be read "
-        "(Expecting value: line 1 column 1 (char 0))",
-    ]
+    parts = f"no checkpoint in {tmp_path} reads whole: … {tmp_path}/0000000020 is damaged: counts/step/c is missing"
+    parts += f" … {tmp_path}/0000000010 is damaged: zarr.json cannot be read"
     checkpoints = open_checkpoints(tmp_path)
     for look in (lambda: checkpoints.restore(like(numpy_state(), mesh_of(4, 2))), checkpoints.latest):
-        with pytest.raises(RunError) as error:
-            look()
-        assert str(error.value).splitlines() == expected
+        assert_refuses(parts, look)
 
 
 # ---- retention -------------------------------------------------------------------------------------------------------
@@ -522,14 +511,10 @@ def test_a_full_disk(tmp_path, monkeypatch):
 def test_urls_that_cannot_be_opened():
     """A protocol that nobody knows, or that leads to no folder, is an error that says so; one whose package is missing
     names the pip command."""
-    with pytest.raises(RunError, match=r"^nosuch://a/b cannot be opened: Protocol not known: nosuch"):
+    with pytest.raises(RunError, match=r"^nosuch://a/b cannot be opened: Protocol not known"):
         open_checkpoints("nosuch://a/b")
     for url in ("zip://a/b", "tar://a/b", "reference://a/b"):
-        with pytest.raises(
-            RunError, match=rf"^{url} cannot be opened: .*Fix: take a directory, or the URL of an object"
-        ):
-            open_checkpoints(url)
+        assert_refuses(f"{url} cannot be opened: … Fix: take a directory, or the URL", open_checkpoints, url)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "gcsfs", None)
-        with pytest.raises(RunError, match=re.escape("gs://a/b cannot be opened: ") + ".*Fix: pip install gcsfs$"):
-            open_checkpoints("gs://a/b")
+        assert_refuses("gs://a/b cannot be opened: … Fix: pip install gcsfs", open_checkpoints, "gs://a/b")

@@ -18,6 +18,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.plugins.launcher import Launcher
 from pages import ROOT
+from parts import says
 
 import train
 from runtime.config import command_line
@@ -62,10 +63,10 @@ REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
 
 
 @pytest.mark.parametrize("arguments, error, text", [
-    (["+paths.mistyped=x"], None, "command line: paths.mistyped is not a key: the keys of paths are "),
+    (["+paths.mistyped=x"], None, "command line: paths.mistyped is not a key"),
     (["training.steps=[1"], None, "no viable alternative at input '[1'"),
-    (["--config-name=nope"], None, "there is no config nope in configs; there are "),
-    (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs; there are "),
+    (["--config-name=nope"], None, "there is no config nope in configs"),
+    (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs"),
     (["--config-dir=/nowhere"], None, "Additional config directory '/nowhere' not found"),
     (["+="], None, "'+=' has no key: expected key=value\n"),
     ([], RunError("the disk is full"), "the disk is full\n"),
@@ -83,7 +84,7 @@ def test_too_few_open_files(monkeypatch, capsys):
     """Said before anything fails of it."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (8, 4096))
     assert run(monkeypatch, main=pytest.fail) == 1
-    assert capsys.readouterr().err.startswith("error: this process may have 8 files open: allow it more")
+    assert capsys.readouterr().err.startswith("error: this process may have 8 files open")
 
 
 def test_defects_interrupts_and_flags_pass_through(monkeypatch, capsys):
@@ -120,8 +121,8 @@ def test_a_sweep_runs_every_job_in_its_own_folder(monkeypatch, capsys, tmp_path)
     assert run(monkeypatch, "-m", "training.steps=5,0,10", "+paths.model_name=x", main=main) == 1
     assert seen == [("x_training.steps=5", 5), ("x_training.steps=10", 10)]
     first, last = capsys.readouterr().err.splitlines()
-    assert first == "error: command line: training.steps = 0: expected a whole number from 1 to 2147483647"
-    assert last == "Error executing job with overrides: ['++training.steps=0', '++paths.model_name=x']"
+    assert says("error: command line: training.steps = 0: expected … 1 to 2147483647", first)
+    assert says("overrides: ['++training.steps=0', '++paths.model_name=x']", last)
     seen.clear()
     assert run(monkeypatch, "--multi", "paths.model_name=a,b", main=main) == 0
     assert seen == [("a", 50), ("b", 50)]
@@ -211,10 +212,8 @@ def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
     arguments = ["--config-dir=configs", f"--config-name={'c4' if '/' in name else 'evil'}", choice]
     for more in ([], ["-m"], ["--help"]):
         assert run(monkeypatch, *arguments, *more, main=pytest.fail) == 1
-        assert capsys.readouterr().err.startswith(
-            f"error: configs/{name}.yaml: `hydra` in a yaml can run code: "
-            "delete it, or trust it with allow_code_in_config=true\n"
-        )
+        parts = f"error: configs/{name}.yaml: `hydra` … can run code: delete it … allow_code_in_config=true"
+        assert says(parts, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs"]
 
 
@@ -338,8 +337,9 @@ def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment,
 
 def test_an_error_as_a_program(tmp_path):
     """The whole program ends with status 1 and one line on stderr, without traceback or output."""
-    error = "error: command line: training.steps = 2.9: expected a whole number from 1 to 2147483647\n"
-    assert program(tmp_path, "training.steps=2.9") == (1, "", error)
+    *found, error = program(tmp_path, "training.steps=2.9")
+    assert found == [1, ""] and error.count("\n") == 1
+    assert says("error: command line: training.steps = 2.9: expected … 1 to 2147483647", error)
 
 
 @pytest.mark.parametrize("flags, arguments", [((), ["--help"]), (("-u",), [])])

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import json
 import os
-import re
 
 import pytest
 import yaml
 from pages import ROOT
+from parts import assert_refuses, says
 
 import train
 from runtime.cluster import processes
@@ -22,8 +22,8 @@ from runtime.terminal import RunError
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("[cl]*_*.yaml"))
 FILE = "configs/local_test_synthetic.yaml"
-COUNT = "expected a whole number from 1 to 2147483647"
-POSITIVE = "expected a number above 0 that float32 holds"
+COUNT = "expected … from 1 to 2147483647"
+POSITIVE = "expected … above 0 that float32 holds"
 
 
 @pytest.fixture(autouse=True)
@@ -181,52 +181,52 @@ def test_the_config_of_an_older_run_is_read(config_folder):
 # ---- what is refused
 
 WRONG = f"""
-+paths.mistyped=x | paths.mistyped is not a key: the keys of paths are root_working_dir, model_name; correct it or …
-paths.model_nme=x | paths.model_nme is not a key: the nearest is paths.model_name; correct it or delete it
-d_head=64 | d_head is not a key: the nearest is model.d_head; correct it or delete it
-nothing.like.it=64 | nothing.like.it is not a key: --help lists all; correct it or delete it
-model._target_=os.system | model._target_ is not a key: the keys of model are d_model, n_q_per_kv, n_kv, d_head, …
-hf_dataset.num_workers=4 | hf_dataset.num_workers is refused: half of the cores tokenize: delete the key
++paths.mistyped=x | paths.mistyped is not a key … root_working_dir, model_name
+paths.model_nme=x | paths.model_nme is not a key: the nearest is paths.model_name
+d_head=64 | d_head is not a key: the nearest is model.d_head
+nothing.like.it=64 | nothing.like.it is not a key: --help
+model._target_=os.system | model._target_ is not a key … of model are d_model, n_q_per_kv, n_kv, d_head,
+hf_dataset.num_workers=4 | hf_dataset.num_workers is refused: half of the cores … delete the key
 ~training.steps | {FILE}: training.steps is missing: {COUNT}; add training.steps=...
 training.learning_rate=??? | {FILE}: training.learning_rate is missing: {POSITIVE}; add training.learning_rate=...
-~flat_tokens | {FILE}: flat_tokens.filespec is missing: expected the data set to train on, …
-mixture=[{{filespec:a,weight:1}}] | mixture is set, and so is flat_tokens.filespec ({FILE}): expected one of them; …
+~flat_tokens | {FILE}: flat_tokens.filespec is missing: expected the data set
+mixture=[{{filespec:a,weight:1}}] | mixture is set, and so is flat_tokens.filespec ({FILE}): expected one
 mixture=3 | mixture = 3: expected a list, [{{filespec: …, weight: …}}, …]
-mixture=[a.zarr] | mixture[0] = "a.zarr": expected a section with the keys filespec, weight
+mixture=[a.zarr] | mixture[0] = "a.zarr": expected a section … filespec, weight
 mixture=[{{filespec:a}}] | mixture[0].weight is missing: {POSITIVE}; add mixture[0].weight=...
-mixture=[{{filespec:a,weight:1,wieght:1}}] | mixture[0].wieght is not a key: the nearest is mixture[0].weight; …
+mixture=[{{filespec:a,weight:1,wieght:1}}] | mixture[0].wieght is not a key: the nearest is mixture[0].weight
 mixture=[{{filespec:a,weight:0}}] | mixture[0].weight = 0: {POSITIVE}
-tracking.to=wandb | tracking.to = "wandb": expected a list of tensorboard or wandb or clearml or trackio, [a, b, …]
-tracking.to=[wandb,tb] | tracking.to[1] = "tb": expected tensorboard or wandb or clearml or trackio
+tracking.to=wandb | tracking.to = "wandb": expected a list of tensorboard … trackio, [a, b, …]
+tracking.to=[wandb,tb] | tracking.to[1] = "tb": expected tensorboard or wandb or
 training.steps=2.9 | training.steps = 2.9: {COUNT}
 training.steps=true | training.steps = true: {COUNT}
 model.d_model=null | model.d_model = null: {COUNT}
 flat_tokens.sequence_packing=no | flat_tokens.sequence_packing = "no": expected true or false
 training.learning_rate=nan | training.learning_rate = NaN: {POSITIVE}
-paths.model_name=2026 | paths.model_name = 2026: expected a name, in quotes that the shell keeps if it is a number
-mesh=big | mesh = "big": expected a section with the keys d, t
+paths.model_name=2026 | paths.model_name = 2026: expected a name, in quotes
+mesh=big | mesh = "big": expected a section … keys d, t
 training.steps=0 | training.steps = 0: {COUNT}
 training.steps_for_lr=2147483648 | training.steps_for_lr = 2147483648: {COUNT}
-training.warmup_steps=-1 | training.warmup_steps = -1: expected a whole number from 0 to 2147483647
-training.weight_decay=-0.1 | training.weight_decay = -0.1: expected a number, 0 or more, that float32 holds
-training.adam_b1=1 | training.adam_b1 = 1: expected a number from 0 to below 1 that float32 holds
-training.adam_b2=0.9999999999 | training.adam_b2 = 0.9999999999: expected a number from 0 to below 1 that float32 holds
+training.warmup_steps=-1 | training.warmup_steps = -1: expected … from 0 to 2147483647
+training.weight_decay=-0.1 | training.weight_decay = -0.1: expected a number, 0 or more
+training.adam_b1=1 | training.adam_b1 = 1: expected … from 0 to below 1
+training.adam_b2=0.9999999999 | training.adam_b2 = 0.9999999999: expected … below 1 that float32 holds
 training.adam_eps=1e-300 | training.adam_eps = 1e-300: {POSITIVE}
-training.cosine_learning_rate_final_fraction=1.5 | training.cosine_learning_rate_final_fraction = 1.5: expected a …
-training.seed=4294967296 | training.seed = 4294967296: expected a whole number from 0 to 4294967295
+training.cosine_learning_rate_final_fraction=1.5 | training.cosine_learning_rate_final_fraction = 1.5: expected a
+training.seed=4294967296 | training.seed = 4294967296: expected … from 0 to 4294967295
 model.compute_dtype=float16 | model.compute_dtype = "float16": expected bfloat16 or float32
-paths.model_name=../x | paths.model_name = "../x": expected a folder's name under paths.root_working_dir; set that …
-paths.model_name=. | paths.model_name = ".": expected a folder's name under paths.root_working_dir; set that for …
-model.d_head=33 | model.d_head = 33: expected an even number from 2 to 2147483646
-num_hosts=3 | num_hosts = 3: the mesh's 8 devices (mesh.d × mesh.t = 4 × 2) cannot be shared evenly by 3 hosts: set …
-training.warmup_steps=60 | {FILE}: training.steps_for_lr = 50: the warmup is longer, training.warmup_steps = 60
-checkpoint.keep_every=2 | checkpoint.keep_every = 2: checkpoint.keep_last is null and keeps all: set that too, or …
+paths.model_name=../x | paths.model_name = "../x": expected a folder's name
+paths.model_name=. | paths.model_name = ".": expected … under paths.root_working_dir
+model.d_head=33 | model.d_head = 33: expected an even … from 2 to 2147483646
+num_hosts=3 | num_hosts = 3: … 8 devices (mesh.d × mesh.t = 4 × 2) … 3 hosts: set
+training.warmup_steps=60 | {FILE}: training.steps_for_lr = 50: … training.warmup_steps = 60
+checkpoint.keep_every=2 | checkpoint.keep_every = 2: checkpoint.keep_last is null
 training.steps=[1 | no viable alternative at input '[1'
-training.steps | Error parsing override 'training.steps' missing EQUAL at '<EOF>'
-training.steps=5,10 | Ambiguous value for argument 'training.steps=5,10' 1. To use it as a list, …
-~nothing | Could not delete from config. 'nothing' does not exist.
-training.steps=${{training.stps}} | Interpolation key 'training.stps' not found full_key: training.steps
-training.steps={"9" * 5000} | the configuration cannot be read: Exceeds the limit …
+training.steps | Error parsing override 'training.steps'
+training.steps=5,10 | Ambiguous value for argument 'training.steps=5,10'
+~nothing | Could not delete from config. 'nothing'
+training.steps=${{training.stps}} | Interpolation key 'training.stps' not found
+training.steps={"9" * 5000} | the configuration cannot be read: Exceeds the limit
 training.steps={"9" * 500} | training.steps = {"9" * 100}… (500 characters): {COUNT}
 """
 CASES = [case.split(" | ") for case in WRONG.strip().split("\n")]
@@ -236,39 +236,35 @@ OF_HYDRA = ("no viable", "Error parsing", "Ambiguous", "Could not", "Interpolati
 @pytest.mark.parametrize("override, text", CASES, ids=[override[:60] for override, _ in CASES])
 def test_a_wrong_override_is_refused(override, text):
     """One line says where it is, the key, its value, what is expected, and the fix."""
-    expected = text if text.startswith(OF_HYDRA) else f"command line: {text}"
-    found = message(override)
-    if expected.endswith(" …"):
-        found = found[: len(expected) - 1] + "…"
-    assert found == expected
+    place = "" if text.startswith(OF_HYDRA) else "command line: "
+    assert says(f"{place}{text}", found := message(override)), found
 
 
 def test_a_wrong_mixture_is_refused():
     """What is wrong with a mixture beside other keys."""
     one, twice = "mixture=[{filespec:a,weight:1}]", "mixture=[{filespec:a,weight:1},{filespec:a,weight:2}]"
     stream = ["hf_dataset={path:x,tokenizer:bytes_utf8}", "validation_batches=1"]
-    either = "delete the other, on the command line by mixture=[], or mix the text with the rest: "
     for overrides, text in [
-        ([twice], 'mixture[1].filespec = "a": it is in the mixture already: add up the weights'),
-        ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens.filespec ends; a mixture and "),
-        ([one, *stream], f"hf_dataset.path is set, and so is mixture (command line): expected one of them; {either}"),
+        ([twice], 'mixture[1].filespec = "a": … already: add up the weights'),
+        ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens.filespec ends"),
+        ([one, *stream], "hf_dataset.path is set, and so is mixture (command line): expected one … by mixture=[]"),
         ([one.replace("a,", "x,"), *stream, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens."),
     ]:
-        assert message("flat_tokens.filespec=null", *overrides).startswith(f"command line: {text}")
+        assert says(f"command line: {text}", message("flat_tokens.filespec=null", *overrides))
 
 
 @pytest.mark.parametrize("replaced, by, text", [
     ("steps: 50", "steps: 2.9", f"two.yaml: training.steps = 2.9: {COUNT}"),
-    ("steps: 50", "stebs: 50", "two.yaml: training.stebs is not a key: the nearest is training.steps"),
+    ("steps: 50", "stebs: 50", "two.yaml: training.stebs is not a key … training.steps"),
     ("batch: 64", "batch:", f"two.yaml: training.tokens.batch = null: {COUNT}"),
-    ("mesh: {d: 4, t: 2}", "mesh:", "two.yaml: mesh = null: expected a section with the keys d, t"),
+    ("mesh: {d: 4, t: 2}", "mesh:", "two.yaml: mesh = null: expected a section … d, t"),
     ("mesh: {d: 4, t: 2}", "mesh: {d: 4}", f"two.yaml: mesh.t is missing: {COUNT}"),
     ("filespec:", "sequence_packing: 'no'\n  filespec:", 'two.yaml: flat_tokens.sequence_packing = "no"'),
     ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: expected an even number"),
     ("n_kv: 2", "n_kv: 2\n  n_kv: 2", "found duplicate key n_kv"),
     ("mesh: {d: 4, t: 2}", "mesh: {d: 4, t", "while parsing a flow mapping"),
     ("[base, _self_]", "[bsae, _self_]", "In 'two': there is no config bsae in "),
-    ("mesh: {d: 4, t: 2}", "mash: {d: 4, t: 2}", "two.yaml: mash.d is not a key: the nearest is mesh.d"),
+    ("mesh: {d: 4, t: 2}", "mash: {d: 4, t: 2}", "two.yaml: mash.d is not a key … mesh.d"),
     ("[base, _self_]", "[one, _self_, size: big]", "size/big.yaml: model.d_ff = 1.5: expected a whole number"),
 ])  # fmt: skip
 def test_a_wrong_file_is_named(config_folder, replaced, by, text):
@@ -279,7 +275,7 @@ def test_a_wrong_file_is_named(config_folder, replaced, by, text):
     good = (ROOT / FILE).read_text()
     assert replaced in good
     (config_folder / "two.yaml").write_text(good.replace(replaced, by, 1))
-    assert text in message(name="two")
+    assert says(text, message(name="two"))
 
 
 def test_all_problems_come_at_once():
@@ -289,14 +285,13 @@ def test_all_problems_come_at_once():
     assert heading == "4 problems in the configuration"
     keys = ["model.d_model", "paths.mistyped", "training.adam_eps_root", "training.steps"]
     assert sorted(line.split()[2] for line in lines) == sorted(keys)
-    assert message("num_hosts=3", "paths.model_name=..").startswith("2 problems in the configuration\n  command line: ")
+    assert message("num_hosts=3", "paths.model_name=..").startswith("2 problems in the configuration\n")
 
 
 def test_an_unknown_config_is_refused():
     """The nearest name and all there are, instead of hydra's search path."""
-    text = message(name="c4_h200_84m")
-    assert text.startswith("there is no config c4_h200_84m in configs; the nearest is c4_h200x1_84m; there are ")
-    assert "local_test_synthetic" in text
+    parts = "no config c4_h200_84m in configs; the nearest is c4_h200x1_84m; there are … local_test_synthetic"
+    assert says(parts, message(name="c4_h200_84m"))
 
 
 # ---- what is taken
@@ -340,18 +335,16 @@ def test_mesh_and_hosts_against_the_machine():
         processes.check_mesh(config, count, platform)
     processes.check_num_hosts(one, 1)
     for config, count, platform, text in [
-        (one, 1, "cpu", f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer, since this job has 1 (cpu), "
-         "not 8: set mesh.d and mesh.t so that their product is 1, or simulate 8 devices: "
-         "XLA_FLAGS=--xla_force_host_platform_device_count=8"),
-        (one, 4, "gpu", "(gpu), not 8: set mesh.d and mesh.t so that their product is 4, or run on more devices; "
-         "check_only=true checks the step without any"),
-        (two, 16, "gpu", "expected 16 devices, since this job has 16 (gpu), not 8"),
-        (two, 2, "cpu", "simulate 4 devices in each process: XLA_FLAGS=--xla_force_host_platform_device_count=4"),
-        (one, 2, None, f"{FILE}: num_hosts = 1: this job has 2 processes: start one alone, or set num_hosts=2"),
-        (two, 1, None, "command line: num_hosts = 2: this job has 1 process: start one on each of 2 hosts, or set"),
+        (one, 1, "cpu", f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer … has 1 (cpu), not 8 … product "
+         "is 1, or simulate 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"),
+        (one, 4, "gpu", "(gpu), not 8: set mesh.d and mesh.t … product is 4 … check_only=true"),
+        (two, 16, "gpu", "expected 16 devices … has 16 (gpu), not 8"),
+        (two, 2, "cpu", "simulate 4 devices … XLA_FLAGS=--xla_force_host_platform_device_count=4"),
+        (one, 2, None, f"{FILE}: num_hosts = 1: this job has 2 processes … set num_hosts=2"),
+        (two, 1, None, "command line: num_hosts = 2: this job has 1 process … each of 2 hosts"),
     ]:  # fmt: skip
-        with pytest.raises(RunError, match=re.escape(text)):
-            processes.check_mesh(config, count, platform) if platform else processes.check_num_hosts(config, count)
+        checked = (processes.check_mesh, config, count, platform)
+        assert_refuses(text, *checked if platform else (processes.check_num_hosts, config, count))
 
 
 def test_dataset_and_checkpoint_against_the_config():
@@ -359,18 +352,15 @@ def test_dataset_and_checkpoint_against_the_config():
     has all the steps says so instead of doing nothing."""
     config = load(train.Config)
     config_checks.check_dataset(config, max_token_id=1279, steps_available=50)
-    data = "the data set synthetic_dataset.zarr"
+    data = "synthetic_dataset.zarr"
     for arguments, text in [
-        ((1280, 50), f"{FILE}: model.vocab = 1280: {data} has token ids up to 1280: set model.vocab to 1281 or more"),
-        ((1016, 50, 2000), "has the bos_id 2000: set model.vocab to 2001 or more"),
-        ((1279, 20), f"{FILE}: training.steps = 50: {data} holds 20 steps in flat_tokens.epochs = 1: set "
-         "flat_tokens.epochs=3, or training.steps=20"),
-        ((1279, 0), "is too small for one step of 64 × 64 tokens (batch × len) in flat_tokens.epochs = 1"),
+        ((1280, 50), f"{FILE}: model.vocab = 1280: … {data} … up to 1280: set model.vocab to 1281"),
+        ((1016, 50, 2000), "has the bos_id 2000: set model.vocab to 2001"),
+        ((1279, 20), f"{FILE}: training.steps = 50: … {data} holds 20 steps … epochs=3, or training.steps=20"),
+        ((1279, 0), "too small … 64 × 64 tokens (batch × len) … flat_tokens.epochs = 1"),
         ((1280, 20), "2 problems in the configuration"),
-    ]:  # fmt: skip
-        with pytest.raises(RunError, match=re.escape(text)):
-            config_checks.check_dataset(config, *arguments)
+    ]:
+        assert_refuses(text, config_checks.check_dataset, config, *arguments)
     config_checks.check_resume(config, 49)
-    text = f"{FILE}: training.steps = 50: nothing to train: the run in runs/local_test_synthetic has a checkpoint"
-    with pytest.raises(RunError, match=re.escape(f"{text} after 50 steps; raise ")):
-        config_checks.check_resume(config, 50)
+    text = f"{FILE}: training.steps = 50: nothing to train: … runs/local_test_synthetic … after 50 steps; raise"
+    assert_refuses(text, config_checks.check_resume, config, 50)

@@ -14,13 +14,13 @@ import pytest
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parts import assert_refuses
 from ragged import (
     EXAMPLE,
     FlatTokens,
     HostSharding,
     as_numpy,
     assert_equal,
-    assert_refuses,
     encoded,
     ragged,
     read_all,
@@ -83,7 +83,7 @@ def test_what_is_written_is_read(tmp_path_factory, packing, sequences, length, c
     with pytest.MonkeyPatch.context() as patch:
         read_from_chunks(patch)
         if rows == 0:
-            assert_refuses("…less than one batch of 1…", Loader, config, "train", **shape)
+            assert_refuses("one batch of 1", Loader, config, "train", **shape)
             return
         with Loader(config, "train", **shape) as loader:
             assert (loader.rows, loader.steps) == (rows, rows)
@@ -167,10 +167,7 @@ def test_many_sequences_are_found(tmp_path, monkeypatch):
     starts = zarr.open_group(tmp_path / "data", mode="r+")["train/seq_starts"]
     for at, wrong in ((37, 2**63), (200, 0), (999, 10**6)):
         before, starts[at] = int(starts[at]), wrong
-        message = (
-            f"seq_starts of {tmp_path}/data/train says that sequence {at - 1} goes from … to {wrong}, expected "
-            "increasing numbers up to …: the data set is damaged, write it again"
-        )
+        message = f"seq_starts of {tmp_path}/data/train … sequence {at - 1} … to {wrong}, expected increasing … write"
         assert_refuses(message, Loader, config, "train", **shape)
         starts[at] = before
 
@@ -339,20 +336,19 @@ def test_too_little(tmp_path):
     write_split(example, "train", EXAMPLE)
     packed = FlatTokens(str(example), epochs=2)
     unpacked = dataclasses.replace(packed, sequence_packing=False)
-    in_rows = f"8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row"
-    as_rows = f"3 sequences, 8 tokens, of {example}/train in 5 rows of up to 2, 2 of them longer and split"
-    fix = "lower training.tokens.batch or training.tokens.len, or use more data"
+    in_rows = f"8 tokens of {example}/train … 4 rows of 2, 0 at its end"
+    as_rows = f"3 sequences, 8 tokens, of {example}/train … 5 rows of up to 2, 2 of them longer"
     for config, text, batch in ((packed, in_rows, 9), (unpacked, as_rows, 11)):
-        message = f"{text}: in flat_tokens.epochs = 2 that is less than one batch of {batch}; {fix}"
+        message = f"{text} … epochs = 2 … less than one batch of {batch} … training.tokens.batch or training.tokens.len"
         assert_refuses(message, Loader, config, "train", batch=batch, length=2, sharding=sharding())
     for shuffle, steps, epochs, fix in (
-        (True, 4, 2, "set flat_tokens.epochs to 3 or more, or lower training.steps"),
-        (False, 2, 1, "an unshuffled pass reads each row once"),
+        (True, 4, 2, "set flat_tokens.epochs to 3 … training.steps"),
+        (False, 2, 1, "an unshuffled pass"),
     ):
         with Loader(packed, "train", batch=2, length=2, sharding=sharding(), shuffle=shuffle) as loader:
             loader.load(steps - 1)
-            held = f"{in_rows}, {steps} batches of 2 in flat_tokens.epochs = {epochs}"
-            assert_refuses(f"there is no batch for step {steps}: {held}: {fix}", loader.load, steps)
+            message = f"step {steps} … {in_rows} … {steps} batches of 2 … epochs = {epochs} … {fix}"
+            assert_refuses(message, loader.load, steps)
 
 
 def most_memory(config):
@@ -383,10 +379,8 @@ def test_memory_is_bounded(tmp_path, monkeypatch, packing):
     assert refusals.MAX_BYTES == 4 * 2**30
     read_from_chunks(monkeypatch)
     monkeypatch.setattr(refusals, "MAX_BYTES", 10**6)
-    message = (
-        f"reading {tmp_path}/data/train takes up to {most:,} bytes of host memory, more than 1,000,000: "
-        "lower flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"
-    )
+    keys = "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"
+    message = f"{tmp_path}/data/train takes up to {most:,} bytes … more than 1,000,000: lower {keys}"
     assert_refuses(message, Loader, config, "train", batch=64, length=256, sharding=sharding(), io_threads=4)
 
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 import zarr
+from parts import assert_refuses
 from ragged import (
     EXAMPLE,
     FlatTokens,
     as_numpy,
     assert_equal,
-    assert_refuses,
     encoded,
     ragged,
     read_from_chunks,
@@ -139,29 +139,29 @@ def test_writer_refuses(tmp_path):
     """What is no sequence of token ids, no target and no weight is refused with its number, a split that is there is
     not replaced unasked, and one that was half written does not open."""
     path, good = tmp_path / "data", np.array([1, 2])
-    ids = "expected whole numbers from 0 to 2147483647 in one dimension"
+    ids = "expected whole numbers from 0 to 2147483647"
     weights = "expected a finite number, 0 or more"
     for sequences, others, message in (
-        ([good, np.array([-1])], {}, f"sequence 1 for {path}/train is int64[1] from -1 to -1, {ids}"),
-        ([np.array([5, 2**31])], {}, f"sequence 0 for {path}/train is int64[2] from 5 to 2147483648, {ids}"),
-        ([good, np.ones(2)], {}, f"sequence 1 for {path}/train is float64[2], {ids}"),
-        ([good[None]], {}, f"sequence 0 for {path}/train is int64[1, 2], {ids}"),
-        ([good], {"is_target": [np.ones(1, bool)]}, "is_target of sequence 0 for … is bool[1], expected bool[2]"),
-        ([good] * 2, {"is_target": [good > 0]}, "is_target of sequence 1 for … is object[], expected bool[2]"),
-        ([good], {"weight": [np.ones(2)]}, "weight of sequence 0 for … is float64[2], expected float32[2]"),
+        ([good, np.array([-1])], {}, f"sequence 1 for {path}/train … int64[1] from -1 to -1, {ids}"),
+        ([np.array([5, 2**31])], {}, f"sequence 0 for {path}/train … int64[2] from 5 to 2147483648, {ids}"),
+        ([good, np.ones(2)], {}, f"sequence 1 for {path}/train … float64[2], {ids}"),
+        ([good[None]], {}, f"sequence 0 for {path}/train … int64[1, 2], {ids}"),
+        ([good], {"is_target": [np.ones(1, bool)]}, "is_target of sequence 0 for … bool[1], expected bool[2]"),
+        ([good] * 2, {"is_target": [good > 0]}, "is_target of sequence 1 for … object[], expected bool[2]"),
+        ([good], {"weight": [np.ones(2)]}, "weight of sequence 0 for … float64[2], expected float32[2]"),
         ([good], {"weight": [np.float32([1, -1])]}, f"weight of sequence 0 for … holds -1.0, {weights}"),
         ([good], {"weight": [np.float32([np.nan, 1])]}, f"weight of sequence 0 for … holds nan, {weights}"),
     ):
         assert_refuses(message, write_split, path, "train", sequences, overwrite=True, **others)
-    assert_refuses("…/data/train has no attribute 'max_token_id'…", open_split, path, "train")
-    message = f"{path}/train is there already: write to a new path, or say overwrite=true to replace it"
+    assert_refuses("/data/train has no attribute 'max_token_id'", open_split, path, "train")
+    message = f"{path}/train is there already: write to a new path … overwrite=true"
     assert_refuses(message, write_split, path, "train", [good])
     zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
-    message = f"{tmp_path}/old is of zarr format 2, and only format 3 is written: write to a new path"
+    message = f"{tmp_path}/old is of zarr format 2 … format 3 … write to a new path"
     assert_refuses(message, write_split, tmp_path / "old", "train", [good])
 
 
-ADVICE = "set flat_tokens.filespec to a flat-tokens data set, or write one by tools.tokenize_text (docs/data.md)"
+ADVICE = "set flat_tokens.filespec … tools.tokenize_text (docs/data.md)"
 
 
 def test_missing(tmp_path, example, monkeypatch):
@@ -171,19 +171,17 @@ def test_missing(tmp_path, example, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     zarr.open_group(tmp_path / "none", mode="w")
-    no_group = "exists but is no zarr group, so it is no data set"
     for path, split, message in (
-        (tmp_path / "nowhere", "train", f"the data set {tmp_path}/nowhere does not exist: {ADVICE}"),
-        ("nowhere", "train", f"the data set {tmp_path}/nowhere does not exist: {ADVICE}"),
-        ("~/nowhere", "train", f"the data set {tmp_path}/nowhere does not exist: {ADVICE}"),
-        ("synthetic_dataset.zarr", "train", "….zarr does not exist: …; elsewhere `clearshard make_dataset` writes it"),
-        ("empty", "train", f"{tmp_path}/empty {no_group}: {ADVICE}"),
-        ("file", "train", f"{tmp_path}/file {no_group}: {ADVICE}"),
-        (example, "validation", f"the data set {example} has no split 'validation'; it holds 'train'"),
-        ("none", "train", f"the data set {tmp_path}/none has no split 'train'; it holds nothing"),
-        (example / "train", "train",
-         "…it holds 'encoded_tokens', 'seq_starts'; it is a split itself: give the folder above"),
-    ):  # fmt: skip
+        (tmp_path / "nowhere", "train", f"{tmp_path}/nowhere does not exist: {ADVICE}"),
+        ("nowhere", "train", f"{tmp_path}/nowhere does not exist: {ADVICE}"),
+        ("~/nowhere", "train", f"{tmp_path}/nowhere does not exist: {ADVICE}"),
+        ("synthetic_dataset.zarr", "train", ".zarr does not exist … `clearshard make_dataset` writes it"),
+        ("empty", "train", f"{tmp_path}/empty exists but is no zarr group … {ADVICE}"),
+        ("file", "train", f"{tmp_path}/file exists but is no zarr group … {ADVICE}"),
+        (example, "validation", f"{example} has no split 'validation'; it holds 'train'"),
+        ("none", "train", f"{tmp_path}/none has no split 'train'; it holds nothing"),
+        (example / "train", "train", "'encoded_tokens', 'seq_starts' … a split itself: give the folder above"),
+    ):
         assert_refuses(message, open_split, path, split)
     assert open_split("~/data", "train").token_count == 8
 
@@ -197,34 +195,34 @@ def replace_array(group, name, values):
 
 IDS = "expected a number from 0 to 2147483647"
 DAMAGE = {
-    "DATA/train has no array 'encoded_tokens', so it is no flat-tokens split; it holds 'seq_starts'": (
+    "DATA/train has no array 'encoded_tokens' … it holds 'seq_starts'": (
         lambda group: replace_array(group, "encoded_tokens", None)
     ),
-    "encoded_tokens of DATA/train is int32[8], expected uint32 of one dimension": (
+    "encoded_tokens of DATA/train … int32[8], expected uint32": (
         lambda group: replace_array(group, "encoded_tokens", np.zeros(8, np.int32))
     ),
-    "encoded_tokens of DATA/train is uint32[2, 4], expected uint32 of one dimension": (
+    "encoded_tokens of DATA/train … uint32[2, 4], expected uint32 of one dimension": (
         lambda group: replace_array(group, "encoded_tokens", np.zeros((2, 4), np.uint32))
     ),
-    "seq_starts of DATA/train goes from 0 to 7, expected from 0 to 8, …": (
+    "seq_starts of DATA/train … from 0 to 7, expected from 0 to 8": (
         lambda group: replace_array(group, "seq_starts", np.array([0, 7], np.uint64))
     ),
-    "seq_starts of DATA/train goes from 2 to 8, expected from 0 to 8, …": (
+    "seq_starts of DATA/train … from 2 to 8, expected from 0 to 8": (
         lambda group: replace_array(group, "seq_starts", np.array([2, 8], np.uint64))
     ),
-    "seq_starts of DATA/train is empty, expected from 0 to 8, …": lambda group: group["seq_starts"].resize((0,)),
-    "is_target of DATA/train has 7 entries, expected one a token, 8": (
+    "seq_starts of DATA/train … empty, expected from 0 to 8": lambda group: group["seq_starts"].resize((0,)),
+    "is_target of DATA/train … 7 entries, expected one a token, 8": (
         lambda group: group.create_array("is_target", shape=(7,), dtype=bool)
     ),
-    "DATA/train has both is_target and weight, expected one of them…": (
+    "DATA/train … both is_target and weight, expected one": (
         lambda group: group.attrs.update(has_is_target=True, has_weight=True)
     ),
-    "DATA/train has 8 tokens, expected rows of row_length = 5: …": (
+    "DATA/train has 8 tokens, expected … row_length = 5": (
         lambda group: group.attrs.update(row_length=3, read_length=2)
     ),
-    f"attribute 'max_token_id' of DATA/train is 'eight', {IDS}": lambda group: group.attrs.update(max_token_id="eight"),
-    f"attribute 'bos_id' of DATA/train is -1, {IDS}": lambda group: group.attrs.update(bos_id=-1),
-    f"the data set DATA cannot be opened (JSONDecodeError: …): {ADVICE}": (
+    f"'max_token_id' of DATA/train is 'eight', {IDS}": lambda group: group.attrs.update(max_token_id="eight"),
+    f"'bos_id' of DATA/train is -1, {IDS}": lambda group: group.attrs.update(bos_id=-1),
+    f"DATA cannot be opened (JSONDecodeError: … {ADVICE}": (
         lambda group: (group.store.root / "train/seq_starts/zarr.json").write_text("{")
     ),
 }
@@ -271,7 +269,7 @@ def test_weights_are_read(tmp_path, packing, monkeypatch):
     assert set(mixed.weight.ravel()) == {0, 0.5, 1, 1.5, 2}
     np.testing.assert_array_equal(mixed.weight[1::2], mixed.is_target[1::2])  # every second row is of b
     zarr.open_group(tmp_path / "a", mode="r+")["train/weight"][5] = np.nan
-    assert_refuses(f"weight of {tmp_path}/a/train holds nan at 5, expected a finite number, 0 or …", batches_of, "a")
+    assert_refuses(f"weight of {tmp_path}/a/train holds nan at 5, expected a finite", batches_of, "a")
 
 
 def test_what_a_batch_cannot_hold_is_refused(tmp_path):
@@ -282,18 +280,14 @@ def test_what_a_batch_cannot_hold_is_refused(tmp_path):
     write_split(tmp_path / "rows", "train", one, attributes={"row_length": 4})
     write_split(tmp_path / "pairs", "train", one, attributes={"row_length": 1, "read_length": 3})
     write_split(tmp_path / "plain", "train", one)
-    rows = "train was written in rows of 4 tokens, which hold sequences whole: set training.tokens.len=4, with …"
+    rows = "train was written in rows of 4 … set training.tokens.len=4"
     for name, options, message in (
-        ("weights", {}, "train holds weights of targets, which this program's loss does not take: …"),
+        ("weights", {}, "train holds weights of targets … loss does not take"),
         ("rows", {"length": 8}, rows),
         ("rows", {"packing": False}, rows),
-        ("pairs", {}, "train holds pairs of what is read and what is written: this program has no encoder"),
-        ("pairs", {"read_length": 2}, "…set training.tokens.len=1 and training.tokens.read_len=3, with …"),
-        (
-            "plain",
-            {"read_length": 3},
-            "train holds no pairs of what is read and what is written: this program has an encoder",
-        ),
+        ("pairs", {}, "train holds pairs … this program has no encoder"),
+        ("pairs", {"read_length": 2}, "train … set training.tokens.len=1 and training.tokens.read_len=3"),
+        ("plain", {"read_length": 3}, "train holds no pairs … this program has an encoder"),
     ):
         config = FlatTokens(str(tmp_path / name), 0, options.pop("packing", True))
         options = {"batch": 1, "length": 4, "sharding": sharding(), **options}

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, ragged, read_all, read_from_chunks, sharding
+from parts import assert_refuses
+from ragged import FlatTokens, as_numpy, assert_equal, ragged, read_all, read_from_chunks, sharding
 
 from runtime.data.batches import Loader
 from runtime.data.split_writer import write_split
@@ -145,14 +146,8 @@ def test_what_does_not_go_together(sources, tmp_path):
     """Sources with different bos_ids, and one without a row, are refused with their paths."""
     write_split(tmp_path / "bos", "train", ragged(0), bos_id=7)
     other = Source(str(tmp_path / "bos"), 1.0)
-    message = (
-        "the sources of the mixture differ in bos_id, the input before a sequence's first token: 0 in "
-        f"{sources[0].filespec}/train, 7 in {other.filespec}/train: write them with one tokenizer"
-    )
+    message = f"differ in bos_id … 0 in {sources[0].filespec}/train, 7 in {other.filespec}/train … one tokenizer"
     assert_refuses(message, loader, [sources[0], other])
     write_split(tmp_path / "short", "train", [np.arange(5)])
-    message = (
-        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: each "
-        "source needs at least one row; lower training.tokens.batch or training.tokens.len, or use more data"
-    )
+    message = f"5 tokens of {tmp_path}/short/train … 0 rows of 8, 5 at its end … at least one row; lower training."
     assert_refuses(message, loader, [sources[0], Source(str(tmp_path / "short"), 1.0)])

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 
-import pytest
+from parts import assert_refuses
 
-from runtime.terminal import RunError
 from runtime.tracking.best import Best
 
 
@@ -20,5 +19,4 @@ def test_the_best_and_how_long_ago_it_was():
     for step, value in enumerate([0.5, 0.25, 0.75, 0.75], 1):
         score.note(step, {"score/a/acc": value})
     assert (score.step, score.value, score.since) == (3, 0.75, 1)
-    with pytest.raises(RunError, match=r"^best_by = loss: a validation of this run gives validation_loss, x$"):
-        Best.of("loss", ["validation_loss", "x"], {})
+    assert_refuses("best_by = loss: … gives validation_loss, x", Best.of, "loss", ["validation_loss", "x"], {})

@@ -149,7 +149,7 @@ def fake_dot(script):
 
 
 @pytest.mark.parametrize("text, trouble, message", [
-    (SMALL, without_dot, "the program `dot` is missing: pip install graphviz-pure, or apt-get install graphviz"),
+    (SMALL, without_dot, "`dot` is missing: pip install graphviz-pure"),
     (SMALL, lambda _, patch: patch.setitem(sys.modules, "graphviz", None), "import of graphviz halted"),
     ("no HLO", None, "ValueError: HLO text without an ENTRY computation"),
     (SMALL, fake_dot("echo 'syntax error in line 1' >&2; exit 3"), "exit status 3.: syntax error in line 1"),

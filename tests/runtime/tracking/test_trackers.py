@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import sqlite3
 import struct
@@ -18,6 +17,7 @@ import pytest
 import small
 import yaml
 from pages import ROOT
+from parts import assert_refuses, says
 
 from runtime import beside
 from runtime.config.keys import Paths, Tracking
@@ -209,14 +209,12 @@ def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
 
 def test_arguments_that_are_refused(tmp_path):
     """One line says what was expected."""
-    one_of = "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one of"
     for arguments, message in (
-        ([], one_of),
+        ([], "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true]"),
         ([f"{tmp_path}", "to=tensorbord"], f"clearml, trackio, report; got {tmp_path} to=tensorbord"),
-        ([f"{tmp_path}/none", "to=wandb"], f"{tmp_path}/none is no folder: expected that of a run, runs/NAME"),
+        ([f"{tmp_path}/none", "to=wandb"], f"{tmp_path}/none is no folder: expected … runs/NAME"),
     ):
-        with pytest.raises(RunError, match=re.escape(message)):
-            follow_module.main(arguments)
+        assert_refuses(message, follow_module.main, arguments)
 
 
 # ---- what goes wrong
@@ -257,7 +255,7 @@ FAILED = r"failed (ValueError: no API key: run wandb login \x1b[2J)"
 
 @pytest.mark.parametrize(
     "program, why, while_it_runs",
-    [(FAILS, FAILED, True), (FAILS, FAILED, False), (HANGS, "was not done 0.5 s after the end of the run", False)],
+    [(FAILS, FAILED, True), (FAILS, FAILED, False), (HANGS, "was not done 0.5 s after the end", False)],
 )
 def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypatch, program, why, while_it_runs):
     """The warning has its last words and how to send what is missing; the follower holds up neither a step nor, for
@@ -276,10 +274,8 @@ def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypa
             longest = max(longest, time.thread_time() - before)
     assert longest < 0.05
     output = capsys.readouterr().out
-    assert output.startswith(
-        f"warning: wandb {why}. The run is not affected: metrics.jsonl has all lines, {tmp_path}/wandb.log what wandb "
-        f"says.\n  To catch up: python -m runtime.tracking.follow {tmp_path} to=wandb once=true\n"
-    )
+    fix = f"python -m runtime.tracking.follow {tmp_path} to=wandb once=true"
+    assert says(f"warning: wandb {why} … {tmp_path}/wandb.log … To catch up: {fix}", output)
     assert output.count("warning") == 1
 
 
