@@ -85,6 +85,15 @@ def test_round_trip(tmp_path, chunk_tokens):
     assert (open_split(tmp_path / "large", "train").encoded_tokens[:] >> 1).tolist() == [2**31 - 1, 0]
 
 
+@pytest.mark.parametrize("name, dtype", [("is_target", bool), ("weight", np.float32)])
+def test_a_chunk_without_targets(name, dtype, tmp_path):
+    """It is written as any other, although zarr would leave out a chunk of its fill value alone."""
+    weights = (np.arange(30) // 10 != 1).astype(dtype)
+    write_split(tmp_path / "data", "train", [np.arange(1, 31)], **{name: [weights]}, chunk_tokens=10)
+    assert (tmp_path / f"data/train/{name}/c/1").is_file()
+    np.testing.assert_array_equal(open_split(tmp_path / "data", "train").weight[:], weights)
+
+
 def test_a_writer_goes_on(tmp_path):
     """What a writer that resumes from a recorded state stores is what one that was not interrupted stores, byte for
     byte, whatever was written since."""
