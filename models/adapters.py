@@ -29,11 +29,9 @@ from models.safetensors import Tensor
 from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, read_leaf
 from runtime.terminal import RunError, run_errors
 from shardlib.products import low_rank
-from shardlib.shardtypes import Stacked, fields, inner_of_optional, pytree_dataclass
+from shardlib.shardtypes import fields, pytree_dataclass
 from shardlib.spec import Spec
 
-# Matrices that lead back to the residual: products with them sum over all dims but M (and E).
-INWARD = ("w_o", "w_down", "cross_o", "expert_down")
 PREFIX = "base_model.model."  # all names in PEFT's files begin with it
 # Fields of adapter_config.json that do not change the result. Any other field that is set is refused.
 WITHOUT_EFFECT = {
@@ -80,27 +78,19 @@ class Place:
 
 
 def places(family: ModuleType, weights: Any) -> list[Place]:
-    """Every matrix with a dim M that the layers multiply by; weights: a family's, or their shapes."""
-    gathered, result = fields(family.Gathered), []
-    for stack, stacked in fields(family.Weights).items():
-        if not isinstance(stacked, Stacked):
-            continue
-        for leaf, array in vars(getattr(weights, stack)).items():
-            prefix, _, letters = leaf.rpartition("_")
-            parts = {leaf: ()} if leaf in gathered else {f"{prefix}_{x}": (i,) for i, x in enumerate(letters)}
-            for name, part in parts.items() if array is not None else ():
-                type_ = gathered.get(name)
-                spec = getattr(inner_of_optional(type_) or type_, "spec", Spec(()))
-                if type_ is None or "M" not in spec.names or len(spec.names) < 2:
+    """Every matrix that the layers multiply by; weights: a family's, or their shapes."""
+    contracted, result = family.TABLE.contracted, []
+    for stack, table in family.TABLE.stacks.items():
+        layers = fields(family.Weights)[stack].dims
+        for leaf, weight in table.items():
+            array, spec = getattr(getattr(weights, stack), leaf), weight.type_in_use.spec
+            for name, number in weight.parts(leaf).items():
+                if array is None or name not in contracted:
                     continue
-                if (inner_of_optional(type_) or type_).element.name != "act":
-                    continue
-                is_inward = name in INWARD
-                summed = [dim for dim in spec.names if dim != "E" and (dim != "M") == is_inward]
-                a, b = low_rank(spec, summed, of_x=["E"])
-                whole = Spec((*stacked.dims, *spec.dims))
+                part = () if number is None else (number,)
+                a, b = low_rank(spec, contracted[name], of_x=["E"])
+                whole, a, b = (Spec((*layers, *one.dims)) for one in (spec, a, b))
                 sizes = dict(zip(whole.names, (array.shape[0], *array.shape[1 + len(part) :])))
-                a, b = (Spec((*stacked.dims, *spec.dims)) for spec in (a, b))
                 result.append(Place(stack, name, leaf, part, sizes, whole, a, b))
     return result
 
