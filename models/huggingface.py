@@ -26,13 +26,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from einops import rearrange
 from jaxtyping import Float, Float32
 
 from models import adapters, safetensors
 from models.adapters import Adapter
 from models.config import SETTINGS, WITHOUT_EFFECT, Fields, brief, different
-from models.safetensors import Tensor, read_json
+from models.safetensors import Row, Tensor, read_json
 from runtime import program
 from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, named_leaves, open_newest, read_block, restore
 from runtime.config.rebuild import Origins, as_tree, rebuild
@@ -51,32 +50,6 @@ UNUSED = re.compile(
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
 LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A published tensor: its name, its layout -> ours, and the sizes of its dims."""
-
-    name: str
-    pattern: str
-    sizes: dict[str, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        dims = re.findall(r"\([^)]*\)|\S+", self.pattern.partition(" -> ")[0])
-        return tuple(math.prod(self.sizes[letter] for letter in dim.strip("()").split()) for dim in dims)
-
-    @property
-    def is_plain(self) -> bool:
-        left, _, right = self.pattern.partition(" -> ")
-        return left == right
-
-    def read_in(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        return values if self.is_plain else rearrange(values, self.pattern, **self.sizes)
-
-    def read_out(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        left, _, right = self.pattern.partition(" -> ")
-        return values if self.is_plain else rearrange(values, f"{right} -> {left}", **self.sizes)
 
 
 def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], Row]]:
