@@ -47,7 +47,6 @@ UNUSED = re.compile(
     r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
     r"|bert\.(pooler|embeddings\.position_ids).*|cls\.(seq_relationship|predictions\.decoder)\..*"
 )
-RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
 LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once
 
@@ -346,8 +345,8 @@ def model_of(family: ModuleType, fields: Fields) -> Any:
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
     """The tensors under today's names, with the prefix that files without the head (gpt2, opt-6.7b) leave out."""
     tensors = {
-        functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
-        for name, tensor in tensors.items()
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): tensor
+        for name, tensor in tensors.items()  # BERT's old files
     }
     prefix = next(row.name for parts in rows.values() for row in parts.values()).partition(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
