@@ -440,10 +440,6 @@ def decode(
     return put_back(whole, cache), rows, tokens, log_probs, left
 
 
-def of_parents(old: OfCache, parent: Int32[jax.Array, 'B']) -> OfCache:
-    return jnp.take(old, parent, axis=1)
-
-
 def largest(
     count: int, values: Float32[jax.Array, 'B V'], ids: Int32[jax.Array, 'V']
 ) -> tuple[Float32[jax.Array, 'B 1 N'], Int32[jax.Array, 'B 1 N']]:
@@ -466,12 +462,9 @@ def candidates(
 ) -> tuple[Cache, f32['B C'], i32['B C']]:
     """Replaces the rows' caches by those of their parents, on the same device. Then all devices get the N likeliest
     tokens after `token` and their log probabilities, 8N bytes a row."""
-
-    k, v = [
-        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parents, cached, parent)
-        for cached in (cache.k, cache.v)
-    ]
-    cache = replace(cache, k=k, v=v)
+    spec = 'layers B/b K/t S D, B/b -> layers B/b K/t S D'
+    of_parents = functools.partial(shardops.local, spec, lambda old, parent: jnp.take(old, parent, axis=1))
+    cache = replace(cache, k=of_parents(cache.k, parent), v=of_parents(cache.v, parent))
     cache, x = extend(family, model, ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
     values = logits_after(family, model, ends, x)
     values = values - log_normalizer(values)[:, None]
