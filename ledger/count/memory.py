@@ -210,15 +210,8 @@ class _Lifetimes:
 
     def written_as(self, value: Value) -> Value:
         """A product's result in the wider type to which all that need it convert it; any other value itself."""
-        wide = value
-        while (
-            value.maker is not None
-            and value.maker.name == "dot_general"
-            and wide not in self.results
-            and len(wide.uses) == 1
-        ):
-            if wide.uses[0].name not in _CONVERTS:
-                break
+        wide, is_product = value, value.maker is not None and value.maker.name == "dot_general"
+        while is_product and wide not in self.results and len(wide.uses) == 1 and wide.uses[0].name in _CONVERTS:
             wide = _passed_on(wide.uses[0], wide)
             if wide.bytes > value.bytes:
                 return wide

@@ -247,13 +247,12 @@ def phase_of(scopes: str) -> str:
 
 
 def _without_dead_code(block: Block) -> Block:
-    needed, kept = set(map(id, block.outputs)), []
+    needed, kept = set(block.outputs), []
     for op in reversed(block.operations):
-        if not op.outputs or any(id(value) in needed for value in op.outputs):
-            needed.update(map(id, op.inputs))
+        if not op.outputs or not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
             kept.append(op)
-    block.operations = kept[::-1]
-    alive = set(map(id, block.operations))
-    for value in [*block.inputs, *(operand for op in block.operations for operand in (*op.inputs, *op.outputs))]:
-        value.uses = [op for op in value.uses if id(op) in alive]
+    block.operations, alive = kept[::-1], set(kept)
+    for value in [*block.inputs, *(operand for op in kept for operand in (*op.inputs, *op.outputs))]:
+        value.uses = [op for op in value.uses if op in alive]
     return block
