@@ -451,11 +451,10 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
         has = "has" if others[0] in checkpoint.arrays else "lacks"
         raise RunError(f"{checkpoint.path} is of another model than models/ computes: it {has} {others[0]}")
     for leaf, places in rows.items():
-        shape = (*(max(at) + 1 for at in zip(*places)), *next(iter(places.values())).sizes.values())
-        if (saved := arrays[f"weights/{leaf}"].shape) != shape:
-            raise RunError(
-                f"{checkpoint.path} is of another model than its config says: {leaf} is {saved}, not {shape}"
-            )
+        saved, shape = arrays[f"weights/{leaf}"].shape, array_of(places, {}).shape
+        if saved != shape:
+            what = "is of another model than its config says"
+            raise RunError(f"{checkpoint.path} {what}: {leaf} is {saved}, not {shape}")
     named = {row.name: (leaf, place, row) for leaf, places in rows.items() for place, row in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
