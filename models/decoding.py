@@ -294,12 +294,8 @@ def encode(
 def extend(
     family, model, ends, stack, cache: Cache, tokens: u32['B/b L'], count: i32['B/b']
 ) -> tuple[Cache, act['B/b L/c M']]:
-    """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all.
-
-    Args:
-      family: a module of models/.
-      ends, stack: its `Ends` and its stacked `Gathered`.
-    """
+    """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all. stack: the
+    family's `Gathered`, of all layers."""
     mask = family.mask(model)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     place = ALONE.part(position)
