@@ -545,7 +545,7 @@ class Staged:
     def head(self, ends: Any, shared: Any, y: jax.Array, number: jax.Array) -> jax.Array:
         (unembed, norms), family, model = shared, self.task.family, self.task.model
         batch, _ = pipeline.microbatch(self.all_rows, number)
-        x = layers.ended(family, model, replace(ends, **norms), pipeline.from_last(y))
+        x = layers.ended(family.final, model, replace(ends, **norms), pipeline.from_last(y))
         cap, along_c = family.mask(model).logits_cap, self.task.along_c
         value = layers.loss_sum(unembed, x, batch, cap, batch.weight, self.z_loss, along_c, V='V/u')
         return value / self.target_count

@@ -25,15 +25,13 @@ from einops import EinopsError, rearrange
 from jaxtyping import Float, Float32
 
 from models import safetensors
-from models.safetensors import Tensor
+from models.safetensors import Row, Tensor
 from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, read_leaf
 from runtime.terminal import RunError, run_errors
 from shardlib.products import low_rank
-from shardlib.shardtypes import Stacked, fields, inner_of_optional, pytree_dataclass
+from shardlib.shardtypes import fields, pytree_dataclass
 from shardlib.spec import Spec
 
-# Matrices that lead back to the residual: products with them sum over all dims but M (and E).
-INWARD = ("w_o", "w_down", "cross_o", "expert_down")
 PREFIX = "base_model.model."  # all names in PEFT's files begin with it
 # Fields of adapter_config.json that do not change the result. Any other field that is set is refused.
 WITHOUT_EFFECT = {
@@ -80,27 +78,19 @@ class Place:
 
 
 def places(family: ModuleType, weights: Any) -> list[Place]:
-    """Every matrix with a dim M that the layers multiply by; weights: a family's, or their shapes."""
-    gathered, result = fields(family.Gathered), []
-    for stack, stacked in fields(family.Weights).items():
-        if not isinstance(stacked, Stacked):
-            continue
-        for leaf, array in vars(getattr(weights, stack)).items():
-            prefix, _, letters = leaf.rpartition("_")
-            parts = {leaf: ()} if leaf in gathered else {f"{prefix}_{x}": (i,) for i, x in enumerate(letters)}
-            for name, part in parts.items() if array is not None else ():
-                type_ = gathered.get(name)
-                spec = getattr(inner_of_optional(type_) or type_, "spec", Spec(()))
-                if type_ is None or "M" not in spec.names or len(spec.names) < 2:
+    """Every matrix that the layers multiply by; weights: a family's, or their shapes."""
+    contracted, result = family.TABLE.contracted, []
+    for stack, table in family.TABLE.stacks.items():
+        layers = fields(family.Weights)[stack].dims
+        for leaf, weight in table.items():
+            array, spec = getattr(getattr(weights, stack), leaf), weight.type_in_use.spec
+            for name, number in weight.parts(leaf).items():
+                if array is None or name not in contracted:
                     continue
-                if (inner_of_optional(type_) or type_).element.name != "act":
-                    continue
-                is_inward = name in INWARD
-                summed = [dim for dim in spec.names if dim != "E" and (dim != "M") == is_inward]
-                a, b = low_rank(spec, summed, of_x=["E"])
-                whole = Spec((*stacked.dims, *spec.dims))
+                part = () if number is None else (number,)
+                a, b = low_rank(spec, contracted[name], of_x=["E"])
+                whole, a, b = (Spec((*layers, *one.dims)) for one in (spec, a, b))
                 sizes = dict(zip(whole.names, (array.shape[0], *array.shape[1 + len(part) :])))
-                a, b = (Spec((*stacked.dims, *spec.dims)) for spec in (a, b))
                 result.append(Place(stack, name, leaf, part, sizes, whole, a, b))
     return result
 
@@ -195,27 +185,13 @@ class Named:
     def numbered(self) -> tuple[int, ...]:
         return tuple(self.place.sizes[name] for name in self.place.whole.names[: self.name.count("{}")])
 
-    def tensor(self, which: str, index: tuple[int, ...]) -> str:
-        return f"{PREFIX}{self.name.format(*index)}.lora_{which.upper()}.weight"
-
-    def ours(self, which: str) -> tuple[str, ...]:
-        """The dims of one layer's (one expert's) a or b."""
-        return getattr(self.place, which).names[len(self.numbered) :]
-
-    def theirs(self, which: str) -> str:
-        return f"rank {self.read}" if which == "a" else f"{self.written} rank"
-
-    def out(self, which: str, values: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "out in"]:
-        """One a or b in PEFT's layout."""
-        return rearrange(values, f"{' '.join(self.ours(which))} -> {self.theirs(which)}")
-
-    def in_(self, which: str, values: Float32[np.ndarray, "out in"]) -> Float32[np.ndarray, "..."]:
-        sizes = {name: self.place.sizes[name] for name in self.ours(which) if name != "rank"}
-        return rearrange(values, f"{self.theirs(which)} -> {' '.join(self.ours(which))}", **sizes)
-
-    def shape(self, which: str, rank: int) -> tuple[int, ...]:
-        size = math.prod(self.place.sizes[name] for name in self.ours(which) if name != "rank")
-        return (rank, size) if which == "a" else (size, rank)
+    def rows(self, which: str, rank: int) -> dict[tuple[int, ...], Row]:
+        """The published tensors of a or b, by layer and expert."""
+        dims = getattr(self.place, which).names[len(self.numbered) :]
+        sizes = {dim: rank if dim == "rank" else self.place.sizes[dim] for dim in dims}
+        pattern = (f"rank {self.read}" if which == "a" else f"{self.written} rank") + f" -> {' '.join(dims)}"
+        name = f"{PREFIX}{self.name}.lora_{which.upper()}.weight"
+        return {at: Row(name.format(*at), pattern, sizes) for at in np.ndindex(self.numbered)}
 
 
 def named(family: ModuleType, model: Any, places: list[Place]) -> list[Named]:
@@ -248,8 +224,8 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], Fa
     tensors: dict[str, np.ndarray] = {}
     for entry in names:
         for which in "ab":
-            values = read(entry.place, which)
-            tensors |= {entry.tensor(which, at): entry.out(which, values[at]) for at in np.ndindex(entry.numbered)}
+            values, rows = read(entry.place, which), entry.rows(which, about["rank"])
+            tensors |= {row.name: row.read_out(values[at]) for at, row in rows.items()}
     shapes = {name: values.shape for name, values in sorted(tensors.items())}
     safetensors.write(folder, shapes, "float32", lambda name: iter([tensors[name]]), "adapter_model.safetensors")
     config = {
@@ -260,7 +236,7 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], Fa
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: list[str]) -> dict[str, Tensor]:
+def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], rank: int, targets: list[str]) -> dict[str, Tensor]:
     """Adapters of `target_parameters`, the arrays in which transformers 5 keeps all experts, under the names of one
     expert's matrices. In gate_up_proj gate and up share a."""
     by_expert, fused = {}, set()
@@ -268,6 +244,7 @@ def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: lis
         if not entry.place.is_of_experts:
             continue
         is_down, (layers, experts) = entry.place.name == "expert_down", entry.numbered
+        of_both = [entry.rows(which, rank) for which in "ab"]
         # PEFT wraps a module's second array, down_proj, around the first.
         inner = "base_layer." if not is_down and any(target.endswith("down_proj") for target in targets) else ""
         for layer in range(layers):
@@ -281,8 +258,8 @@ def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: lis
             b = b if is_down else np.split(b, 2, axis=1)[entry.place.name == "expert_up"]
             fused |= set(parts)
             for expert in range(experts):
-                for which, values in (("a", a[expert]), ("b", b[expert])):
-                    by_expert[entry.tensor(which, (layer, expert))] = Tensor(values.shape, values.__getitem__)
+                for rows, values in zip(of_both, (a[expert], b[expert])):
+                    by_expert[rows[layer, expert].name] = Tensor(values.shape, values.__getitem__)
     return by_expert | {name: tensor for name, tensor in tensors.items() if name not in fused}
 
 
@@ -307,25 +284,19 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
     tensors = safetensors.read(folder)
     if config.get("target_parameters"):
         with run_errors(f"{folder} cannot be read", ValueError, TypeError, AttributeError, EinopsError):
-            tensors = _of_each_expert(tensors, names, config["target_parameters"])
-    wanted = {
-        entry.tensor(which, at): entry.shape(which, rank)
-        for entry in names
-        for which in "ab"
-        for at in np.ndindex(entry.numbered)
-    }
+            tensors = _of_each_expert(tensors, names, rank, config["target_parameters"])
+    rows = {(entry.place.path, which): entry.rows(which, rank) for entry in names for which in "ab"}
+    wanted = {row.name: row.shape for of_place in rows.values() for row in of_place.values()}
     wrong = sorted(name for name in wanted if name not in tensors or tensors[name].shape != wanted[name])
     problems = [f"{name}: expected {list(wanted[name])}" for name in wrong]
     problems += [f"{name}: lora.targets leaves it out" for name in sorted(tensors.keys() - wanted.keys())]
     if problems:
         more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise RunError("\n  ".join([f"the adapters in {folder} are not those of this run:", *problems[:10], *more]))
-    by_place = {entry.place.path: entry for entry in names}
 
     def read(place: Place, which: str) -> Factor:
-        entry = by_place[place.path]
-        parts = [tensors[entry.tensor(which, at)].read(slice(None)) for at in np.ndindex(entry.numbered)]
-        parts = [entry.in_(which, values.astype(np.float32)) for values in parts]
+        of_place = rows[place.path, which].values()
+        parts = [row.read_in(tensors[row.name].read(slice(None)).astype(np.float32)) for row in of_place]
         return np.stack(parts).reshape(place.shape(which, rank))
 
     return read

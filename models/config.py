@@ -36,6 +36,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 # Settings that are not part of the model: where weights come from and where they go they may differ.
 SETTINGS = ('compute_dtype', 'attention', 'capacity', 'capacity_parts')
+REQUIRED = object()  # in place of a default: the field must be there
 
 
 def brief(value: Any) -> str:
@@ -50,12 +51,11 @@ class Fields:
     def __init__(self, content: dict[str, Any], where: str):
         self.content, self.where, self.read = content, where, set()
 
-    def take(self, key: str, *default: Any) -> Any:
-        """The value of a field, which must be there if there is no default."""
+    def take(self, key: str, default: Any = REQUIRED) -> Any:
         self.read.add(key)
-        if key not in self.content and not default:
+        if key not in self.content and default is REQUIRED:
             raise RunError(f'{self.where} has no field {key}, which this family needs')
-        return self.content.get(key, *default)
+        return self.content.get(key, default)
 
     def require(self, **values: Any) -> None:
         """Raises RunError if a field has another value than this, the only one that the family computes."""
@@ -97,9 +97,6 @@ class DecoderSizes(Sizes):
 
 
 # == A table of fields =================================================================================================
-REQUIRED = object()
-
-
 @dataclass(frozen=True)
 class Key:
     """A field of config.json that holds one field of `Model`.
@@ -118,8 +115,7 @@ class Key:
 
     def read_in(self, config: Fields, ours: str, before: dict[str, Any]) -> dict[str, Any]:
         if not callable(self.default):
-            default = () if self.default is REQUIRED else (self.default,)
-            return {ours: self.read(config.take(self.name, *default), before)}
+            return {ours: self.read(config.take(self.name, self.default), before)}
         value = config.take(self.name, None) if self.name else None
         return {ours: self.default(config, before) if value is None else self.read(value, before)}
 
@@ -315,8 +311,8 @@ BERT = {
 
 def windows_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
     """The window of all layers, or as in Qwen of those from max_window_layers on."""
-    window = config.take('sliding_window', None) if config.take('use_sliding_window', False) else None
-    config.take('sliding_window', None)
+    window = config.take('sliding_window', None)
+    window = window if config.take('use_sliding_window', False) else None
     first = config.take('max_window_layers', 0) if window else 0
     slides = ['sliding_attention' if window and n >= first else 'full_attention' for n in range(before['layers'])]
     if config.take('layer_types', None) not in (None, slides):

@@ -94,31 +94,22 @@ class Cache:
     read: i32['B/b'] | None = None  # how many of the R there are
 
 
-# The matrices of a layer that int8 keeps in a byte an element, and the dims that their products contract.
-CONTRACTED = {
-    **dict.fromkeys(('w_q', 'w_k', 'w_v', 'w_gate', 'w_up', 'cross_q', 'cross_k', 'cross_v'), 'M'),
-    **dict.fromkeys(('w_o', 'cross_o'), 'Q K D'),
-    'w_down': 'F', 'expert_gate': 'M', 'expert_up': 'M', 'expert_down': 'H',
-}  # fmt: skip
-
-
-def columns_of(layer: Any) -> dict[str, tuple[ArrayType, str]]:
+def columns_of(family: Any, layer: Any) -> dict[str, tuple[ArrayType, str]]:
     """The matrices that int8 rounds, by name: array type and column dims. `layer`: a gathered layer's array types."""
     matrices = {}
-    for name, array in vars(layer).items():
-        if array is not None and name in CONTRACTED:
-            kept = [str(dim) for dim in array.spec.dims if dim.name not in CONTRACTED[name].split()]
-            matrices[name] = array, ' '.join(kept)
+    for name, contracted in family.TABLE.contracted.items():
+        if (array := getattr(layer, name)) is not None:
+            matrices[name] = array, ' '.join(str(dim) for dim in array.spec.dims if dim.name not in contracted)
     return matrices
 
 
-def quantized_type(layer: Any) -> Any:
+def quantized_type(family: Any, layer: Any) -> Any:
     """The type of a gathered layer, a tree of array types, with its matrices in 8 bits."""
-    matrices = columns_of(layer).items()
+    matrices = columns_of(family, layer).items()
     return replace(layer, **{name: Quantized(i8[str(w.spec)], f32[columns]) for name, (w, columns) in matrices})
 
 
-def quantized(layer: Any, type_: Any) -> Any:
+def quantized(family: Any, layer: Any, type_: Any) -> Any:
     """A gathered layer with matrices of a byte an element: each column is divided by its largest magnitude / 127 and
     rounded. A column that is split over t sends 4 bytes."""
 
@@ -128,7 +119,8 @@ def quantized(layer: Any, type_: Any) -> Any:
         axes = [axis for axis, dim in enumerate(array.spec.dims) if str(dim) not in columns.split()]
         return Quantized(jnp.round(w.astype(jnp.float32) / jnp.expand_dims(scale, axes)).astype(jnp.int8), scale)
 
-    return replace(layer, **{name: rounded(getattr(layer, name), *dims) for name, dims in columns_of(type_).items()})
+    matrices = columns_of(family, type_).items()
+    return replace(layer, **{name: rounded(getattr(layer, name), *dims) for name, dims in matrices})
 
 
 def split(family: Any) -> SimpleNamespace:
@@ -302,12 +294,8 @@ def encode(
 def extend(
     family, model, ends, stack, cache: Cache, tokens: u32['B/b L'], count: i32['B/b']
 ) -> tuple[Cache, act['B/b L/c M']]:
-    """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all.
-
-    Args:
-      family: a module of models/.
-      ends, stack: its `Ends` and its stacked `Gathered`.
-    """
+    """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all. stack: the
+    family's `Gathered`, of all layers."""
     mask = family.mask(model)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     place = ALONE.part(position)
@@ -448,10 +436,6 @@ def decode(
     return put_back(whole, cache), rows, tokens, log_probs, left
 
 
-def of_parents(old: OfCache, parent: Int32[jax.Array, 'B']) -> OfCache:
-    return jnp.take(old, parent, axis=1)
-
-
 def largest(
     count: int, values: Float32[jax.Array, 'B V'], ids: Int32[jax.Array, 'V']
 ) -> tuple[Float32[jax.Array, 'B 1 N'], Int32[jax.Array, 'B 1 N']]:
@@ -474,12 +458,9 @@ def candidates(
 ) -> tuple[Cache, f32['B C'], i32['B C']]:
     """Replaces the rows' caches by those of their parents, on the same device. Then all devices get the N likeliest
     tokens after `token` and their log probabilities, 8N bytes a row."""
-
-    k, v = [
-        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parents, cached, parent)
-        for cached in (cache.k, cache.v)
-    ]
-    cache = replace(cache, k=k, v=v)
+    spec = 'layers B/b K/t S D, B/b -> layers B/b K/t S D'
+    of_parents = functools.partial(shardops.local, spec, lambda old, parent: jnp.take(old, parent, axis=1))
+    cache = replace(cache, k=of_parents(cache.k, parent), v=of_parents(cache.v, parent))
     cache, x = extend(family, model, ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
     values = logits_after(family, model, ends, x)
     values = values - log_normalizer(values)[:, None]
@@ -510,7 +491,7 @@ def gather(family, model, weights, *, stack: str, kept: str | None, layer):
         if kept == "split":
             return None, w
         gathered = family.gather_layer(w)
-        return None, quantized(gathered, layer) if kept == "int8" else gathered
+        return None, quantized(family, gathered, layer) if kept == "int8" else gathered
 
     return family.gather_ends(weights), lax.scan(gather_layer, None, getattr(weights, stack))[1]
 
@@ -577,7 +558,8 @@ class Programs:
         self.stack = name = "decoder" if family.KIND == "both" else "transformer"
         self.family, self.model = split(family) if kept == "split" else family, model
         layer = narrowed(family.Gathered, getattr(weights, name))
-        stacks = {None: layer, "int8": quantized_type(layer), "split": narrowed(family.Layer, getattr(weights, name))}
+        at_rest = narrowed(family.Layer, getattr(weights, name))
+        stacks = {None: layer, "int8": quantized_type(family, layer), "split": at_rest}
         self.settings = {"gather": {"stack": name, "kept": kept, "layer": layer}}
         # Argument types by name.
         self.types = {

@@ -66,7 +66,6 @@ def open_gguf(file: Path) -> Source:
     with needs_package(f"{file.name} is in GGUF, and reading it", "gguf"):
         import gguf
     with _readable(file):
-        open_file(file).close()
         config, tensors = _gguf_parts(gguf, file)
     return described(config, tensors, file)
 
@@ -225,8 +224,6 @@ def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Ten
     files = sorted(folder.glob("consolidated.*.pth"))
     if not files:
         raise RunError(f"there is no consolidated.*.pth in {folder}")
-    for file in files:
-        open_file(file).close()
     parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
     heads = params["n_heads"]
     config: dict[str, Any] = {

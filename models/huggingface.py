@@ -26,13 +26,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from einops import rearrange
 from jaxtyping import Float, Float32
 
 from models import adapters, safetensors
 from models.adapters import Adapter
 from models.config import SETTINGS, WITHOUT_EFFECT, Fields, brief, different
-from models.safetensors import Tensor, read_json
+from models.safetensors import Row, Tensor, read_json
 from runtime import program
 from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, named_leaves, open_newest, read_block, restore
 from runtime.config.rebuild import Origins, as_tree, rebuild
@@ -48,35 +47,8 @@ UNUSED = re.compile(
     r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
     r"|bert\.(pooler|embeddings\.position_ids).*|cls\.(seq_relationship|predictions\.decoder)\..*"
 )
-RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
 LARGEST_SIZE = 2**31 - 1
 ROWS = 4096  # rows of an embedding that are read and written at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A published tensor: its name, its layout -> ours, and the sizes of its dims."""
-
-    name: str
-    pattern: str
-    sizes: dict[str, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        dims = re.findall(r"\([^)]*\)|\S+", self.pattern.partition(" -> ")[0])
-        return tuple(math.prod(self.sizes[letter] for letter in dim.strip("()").split()) for dim in dims)
-
-    @property
-    def is_plain(self) -> bool:
-        left, _, right = self.pattern.partition(" -> ")
-        return left == right
-
-    def read_in(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        return values if self.is_plain else rearrange(values, self.pattern, **self.sizes)
-
-    def read_out(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        left, _, right = self.pattern.partition(" -> ")
-        return values if self.is_plain else rearrange(values, f"{right} -> {left}", **self.sizes)
 
 
 def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], Row]]:
@@ -373,8 +345,8 @@ def model_of(family: ModuleType, fields: Fields) -> Any:
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
     """The tensors under today's names, with the prefix that files without the head (gpt2, opt-6.7b) leave out."""
     tensors = {
-        functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
-        for name, tensor in tensors.items()
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): tensor
+        for name, tensor in tensors.items()  # BERT's old files
     }
     prefix = next(row.name for parts in rows.values() for row in parts.values()).partition(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
@@ -479,11 +451,10 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
         has = "has" if others[0] in checkpoint.arrays else "lacks"
         raise RunError(f"{checkpoint.path} is of another model than models/ computes: it {has} {others[0]}")
     for leaf, places in rows.items():
-        shape = (*(max(at) + 1 for at in zip(*places)), *next(iter(places.values())).sizes.values())
-        if (saved := arrays[f"weights/{leaf}"].shape) != shape:
-            raise RunError(
-                f"{checkpoint.path} is of another model than its config says: {leaf} is {saved}, not {shape}"
-            )
+        saved, shape = arrays[f"weights/{leaf}"].shape, array_of(places, {}).shape
+        if saved != shape:
+            what = "is of another model than its config says"
+            raise RunError(f"{checkpoint.path} {what}: {leaf} is {saved}, not {shape}")
     named = {row.name: (leaf, place, row) for leaf, places in rows.items() for place, row in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}

@@ -393,7 +393,7 @@ def hidden(
     of_layers = family.TABLE.of_all_layers('transformer', weights.transformer, how.reduce_dtype, how.fp8)
     stack = (*of_layers, how.low), family.mask(model).by_layer(), how.numbers(0, model.layers)
     x, routing = through(family, model, x, stack, how.in_use(family), segment, position, how, along_c)
-    return ended(family, model, ends, x), routing
+    return ended(family.final, model, ends, x), routing
 
 
 def through(family, model, x, stack, in_use: Callable, segment, position, how: Options, along_c: Context):
@@ -413,10 +413,10 @@ def through(family, model, x, stack, in_use: Callable, segment, position, how: O
 
 
 @jax.named_scope('final_norm')
-def ended(family, model, ends, x):
+def ended(final: Callable, model, ends, x):
     """act['B/b L/c M'], the input of the logits, from the last layer's result: keeps that gathered, 2M bytes a token,
     and not the norm's float32 values."""
-    head = functools.partial(family.final, model, M='M')
+    head = functools.partial(final, model, M='M')
     return explicit_activation_checkpointing(head)(ends, gather_residual(x, 'M/t'))
 
 

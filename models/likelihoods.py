@@ -37,11 +37,7 @@ def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], i
     """`of_targets` of a family without an encoder.
 
     A continuation sees its context and itself. A row takes 4 · Q · K · L² / t bytes of memory. Sends over t the sums of
-    the layers, as in decoding, and 20 bytes a token.
-
-    Args:
-      family: a module of models/.
-      ends, stack: its `Ends` and its stacked `Gathered`.
+    the layers, as in decoding, and 20 bytes a token. stack: the family's `Gathered`, of all layers.
     """
     mask = family.mask(model)
     distance = rows.position[:, :, None] - rows.position[:, None]

@@ -94,7 +94,7 @@ def predicted(family, model, weights, rows: ReadRows) -> tuple[f32['B/b L'], i32
         pair = rows.read, rows.read_segment, rows.tokens, rows.segment
         x = family.hidden(model, weights, *pair, ends=ends)
     else:
-        x = layers.ended(family, model, ends, through(family, model, weights, ends, rows))
+        x = layers.ended(family.final, model, ends, through(family, model, weights, ends, rows))
     return of_targets(ends.unembed, family.mask(model).logits_cap, x, rows.targets)
 
 

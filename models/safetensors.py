@@ -20,6 +20,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401 bfloat16 becomes a type of numpy
 import numpy as np
+from einops import rearrange
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
@@ -35,6 +36,32 @@ INDEX = "model.safetensors.index.json"
 class Tensor:
     shape: tuple[int, ...]
     read: Callable[[slice], Float[np.ndarray, "rows ..."]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published tensor: its name, its layout -> ours, and the sizes of its dims."""
+
+    name: str
+    pattern: str
+    sizes: dict[str, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        dims = re.findall(r"\([^)]*\)|\S+", self.pattern.partition(" -> ")[0])
+        return tuple(math.prod(self.sizes[letter] for letter in dim.strip("()").split()) for dim in dims)
+
+    @property
+    def is_plain(self) -> bool:
+        left, _, right = self.pattern.partition(" -> ")
+        return left == right
+
+    def read_in(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        return values if self.is_plain else rearrange(values, self.pattern, **self.sizes)
+
+    def read_out(self, values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        left, _, right = self.pattern.partition(" -> ")
+        return values if self.is_plain else rearrange(values, f"{right} -> {left}", **self.sizes)
 
 
 def read_json(file: Path) -> dict[str, Any]:

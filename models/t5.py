@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_extra import explicit_activation_checkpointing, save_for_backward
+from jax_extra import save_for_backward
 from models import layers
 from models.config import ConfigJson, Fields, Key, Keys, Kind, Sizes
 from models.context import ALONE, attention_where, deal_heads
@@ -49,10 +49,6 @@ mask = layers.causal
 
 
 # == Weights ===========================================================================================================
-def is_gated(model: Model) -> bool:
-    return model.gated
-
-
 def stack(name: str, ffn: int) -> dict[str, Weight]:
     """The layers of the encoder or of the decoder; ffn: the feed-forward's number in a published block."""
     block = f'{name}.block.{{}}.layer'
@@ -66,7 +62,7 @@ def stack(name: str, ffn: int) -> dict[str, Weight]:
         'w_o': matrix('M/w K/t D -> M K/t D', 'K D', f'{attention}.o.weight', 'M (K D)'),
         'w_up': matrix('M/w F/t -> M F/t', 'M', lambda model: f'{dense}.wi{"_1" if model.gated else ""}.weight', 'F M'),
         'w_down': matrix('M/w F/t -> M F/t', 'F', f'{dense}.wo.weight', 'M F'),
-        'w_gate': matrix('M/w F/t -> M F/t', 'M', f'{dense}.wi_0.weight', 'F M', is_gated),
+        'w_gate': matrix('M/w F/t -> M F/t', 'M', f'{dense}.wi_0.weight', 'F M', lambda model: model.gated),
     }
 
 
@@ -269,9 +265,7 @@ def hidden(model, weights, read, read_segment, inputs, segment, *, ends=None, ho
     with jax.named_scope('embed'):
         x = embed(model, ends, ALONE.part(inputs), None, 'M/t')
     x = _stack(model, 'decoder', weights, x, attend, cross, how.low and how.low[1], how)
-    with jax.named_scope('final_norm'):
-        head = functools.partial(final, model, M='M')
-        return explicit_activation_checkpointing(head)(ends, gather_residual(x, 'M/t'))
+    return layers.ended(final, model, ends, x)
 
 
 # == config.json =======================================================================================================

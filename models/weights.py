@@ -216,6 +216,12 @@ class Table:
     def functions(self) -> tuple[Callable, ...]:
         return self.init, self.gather_layer, self.gather_ends, self.published
 
+    @property
+    def contracted(self) -> dict[str, list[str]]:
+        """The layers' matrices, by the names that they are gathered under: the dims that a product sums over."""
+        matrices = [(name, w) for name, w in self.layer.items() if w.at_rest is stored and isinstance(w.first, str)]
+        return {part: w.first.split() for name, w in matrices for part in w.parts(name)}
+
     def size(self, model: Any, letter: str) -> int:
         where = self.sizes.get(letter)
         return int(letter) if letter.isdigit() else where(model) if callable(where) else getattr(model, where)

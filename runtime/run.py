@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from ledger.compiled.agreement import agreement, peak_bytes
 from ledger.count.step import of_step
-from ledger.machines.hardware import of_device_kind, peak_flops_per_s
+from ledger.machines.hardware import of_device_kind
 from ledger.machines.roofline import roofline
 from ledger.pages import files
 from ledger.pages.contents import summary
@@ -440,7 +440,8 @@ class Run:
         """Opens what depends on the step that the run goes on from, which is known once the state is restored."""
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
-        peak = peak_flops_per_s(jax.devices()[0].device_kind)
+        machine = of_device_kind(jax.devices()[0].device_kind)
+        peak = machine.peak_flops_per_s if machine else None
         if self._is_leader:
             start = {"after_step": self.done_steps, **environment(), "program": self._recorded}
             with self._writing(), (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:

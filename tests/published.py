@@ -133,7 +133,7 @@ def loss_and_logits_of_masked(source, Weights):
             x, _ = family.layers.through(
                 family, model, x, given, family.gather_layer, segment, position, family.layers.FORWARD, ALONE
             )
-            return family.layers.ended(family, model, ends, x)
+            return family.layers.ended(family.final, model, ends, x)
 
         return differentiated(source, hidden, weights, batch, Weights)
 

@@ -45,9 +45,6 @@ class Collective:
     phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
     line: str  # in the user's program, 'train.py:197'; '' if unknown
 
-    def __str__(self):
-        return f"{self.kind} over {' × '.join(self.axes)}, {self.bytes} bytes of {self.dtype}, {self.phase}"
-
     def sent_bytes(self, mesh_axes: dict[str, int]) -> float:
         """Bytes that leave a device, and as many that enter it, when devices pass parts around a ring."""
         return turns(self.kind, math.prod(mesh_axes[axis] for axis in self.axes)) * self.bytes
@@ -131,17 +128,10 @@ class Costs:
                 getattr(self, name)[row] += count * times
         add_sites(self.sites, other.sites, times)
 
-    def flops(self, *phases: str) -> int:
-        """The FLOPs of all products in these phases; without phases, in all."""
-        return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
-
-    def host_bytes(self, to_host: bool) -> int:
-        return sum(row.bytes * times for row, times in self.host_copies.items() if row.to_host is to_host)
-
-    def float8_flops(self, phase: str) -> int:
-        """The FLOPs of products of 8-bit floats in a phase."""
-        rows = ((row, times) for row, times in self.products.items() if row.phase == phase)
-        return sum(row.flops * times for row, times in rows if row.dtype.startswith("float8"))
+    def flops(self, *phases: str, dtype: str = "") -> int:
+        """The FLOPs of all products in these phases; without phases, in all. dtype: what the operands' begins with."""
+        rows = [(row, times) for row, times in self.products.items() if row.dtype.startswith(dtype)]
+        return sum(row.flops * times for row, times in rows if not phases or row.phase in phases)
 
     def model_flops(self) -> float:
         """FLOPs of products, forward and backward, without recomputation; of masked ones only the needed part."""

@@ -130,7 +130,7 @@ class _Lifetimes:
         self.born: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
         self.copies: dict[Value, tuple[int, int]] = {}  # from when to when, of what is made for a reduction
-        self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
+        self.heirs: list[tuple[Value, list[Value]]] = []  # values with those whose place they may take
         self.moved: collections.Counter[tuple[str, str]] = collections.Counter()
         self.held: list[Held]
         self.seen: list[Held]
@@ -154,7 +154,7 @@ class _Lifetimes:
                     first, carry = scan_counts(op.params)
                     before = before[first + index : first + index + 1] if index < carry else []
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
-                    self.heirs.append((value, {self.origin(argument) for argument in before}))
+                    self.heirs.append((value, list(map(self.origin, before))))
             if op.name in _LOOPS:
                 bodies[now] = max((self.body(op, block) for block in op.blocks), key=lambda body: body.bytes)
                 for place, moved in bodies[now].moved.items():
@@ -210,15 +210,8 @@ class _Lifetimes:
 
     def written_as(self, value: Value) -> Value:
         """A product's result in the wider type to which all that need it convert it; any other value itself."""
-        wide = value
-        while (
-            value.maker is not None
-            and value.maker.name == "dot_general"
-            and wide not in self.results
-            and len(wide.uses) == 1
-        ):
-            if wide.uses[0].name not in _CONVERTS:
-                break
+        wide, is_product = value, value.maker is not None and value.maker.name == "dot_general"
+        while is_product and wide not in self.results and len(wide.uses) == 1 and wide.uses[0].name in _CONVERTS:
             wide = _passed_on(wide.uses[0], wide)
             if wide.bytes > value.bytes:
                 return wide
@@ -229,19 +222,9 @@ class _Lifetimes:
             value = same
         return value
 
-    def sources(self, value: Value) -> set[Value]:
+    def sources(self, value: Value) -> list[Value]:
         """The values in memory that one is computed from; itself, if it is there."""
-        sources, ahead, met = set(), [self.origin(value)], set()
-        while ahead:
-            source = ahead.pop()
-            if source in met or source.literal:
-                continue
-            met.add(source)
-            if source in self.born or source.maker is None:
-                sources.add(source)
-            else:
-                ahead += map(self.origin, source.maker.inputs)
-        return sources
+        return list(self.parts_read([value]))
 
     def read(self, values: list[Value], now: int) -> None:
         for value in values:
@@ -287,13 +270,11 @@ class _Lifetimes:
         `placed`: it takes an argument's place.
         """
         value = self.origin(value)
-        before = self.sources(value)
-        for source in before:
-            self.last[source] = now
+        self.read([value], now)
         is_there = value in self.born or value.literal or (value.maker is None and value not in self.slices)
         if not is_there and not placed:
+            self.heirs.append((value, [source for source in self.sources(value) if source is not value]))
             self.born[value] = self.last[value] = now
-            self.heirs.append((value, before - {value}))
 
     def copy(self, values: list[Value], now: int) -> None:
         """Lays down what a reduction of XLA:CPU reads that is not computed together with it."""

@@ -112,14 +112,14 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False, has_bfloat16: boo
       widened: each bfloat16 value that no product reads is a float32, as XLA:CPU computes.
       has_bfloat16: the cores have instructions for bfloat16; without them `widened` is of operands of products too.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     reader = _Reader(widened, has_bfloat16)
     # jax 0.11 says for each argument where it is to be before the one shard_map; a step's arguments are there.
     placed = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"}
     mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "reshard"]
     operands = [placed.get(var, var) if isinstance(var, Var) else None for var in mapped[0].invars] if mapped else []
     if [eqn.primitive.name for eqn in mapped] == ["shard_map"] and set(jaxpr.invars) <= set(operands):
-        block = reader.block(mapped[0].params["jaxpr"], "", "")
+        block = reader.block(_bodies(mapped[0].params)[0], "", "")
         # Besides the step's arguments go in constants, such as a table of a kernel's blocks.
         block.inputs = [block.inputs[operands.index(var)] for var in jaxpr.invars]
     else:
@@ -153,8 +153,7 @@ class _Reader:
         self.widened, self.keeps_operands = widened, widened and has_bfloat16
         self.files: dict[str, None] = {}  # files that frames are in
 
-    def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    def block(self, jaxpr: Jaxpr, scopes: str, line: str) -> Block:
         operations: list[Operation] = []
         inputs = [self.value(var) for var in jaxpr.invars]
         outputs = self.write_out(jaxpr, inputs, operations, scopes, line, "")
@@ -164,7 +163,6 @@ class _Reader:
 
     def write_out(self, jaxpr, inputs, operations, scopes, outer_line, fixed_line) -> list[Value]:
         """Appends the operations of a jaxpr that is called with `inputs`; returns its results."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         known: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def look_up(atom) -> Value:
@@ -186,10 +184,10 @@ class _Reader:
                 mark = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
                 if mark in ("checkpoint", "shard_map"):
                     op = Operation(mark, {}, operands, [], phase_of(inner_scopes), inner_scopes, line)
-                    operands = self.results(op, getattr(called, "jaxpr", called).invars, operations)
+                    operands = self.results(op, called.invars, operations)
                 # JAX's own jitted functions are traced once, with the lines of their first caller.
-                file_of_body = getattr(called, "jaxpr", called).debug_info.func_filename
-                fixed = line if name in ("jit", "pjit") and not is_users(file_of_body or "<") else fixed_line
+                is_jax = not is_users(called.debug_info.func_filename or "<")
+                fixed = line if name in ("jit", "pjit") and is_jax else fixed_line
                 results = self.write_out(called, operands, operations, inner_scopes, line, fixed)
             else:
                 op = Operation(name, params, operands, [], phase_of(inner_scopes), inner_scopes, line)
@@ -226,18 +224,18 @@ class _Reader:
         return f"{Path(frames[0].file_name).name}:{frames[0].line_num}" if frames else ""
 
 
-def _bodies(params: dict) -> list[Jaxpr | ClosedJaxpr]:
+def _bodies(params: dict) -> list[Jaxpr]:
     values = [part for value in params.values() for part in (value if isinstance(value, tuple | list) else (value,))]
-    return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
+    values = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
+    return [value for value in values if isinstance(value, Jaxpr)]
 
 
-def _called(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
+def _called(eqn: JaxprEqn) -> Jaxpr | None:
     """The function that an equation just calls: jit, shard_map, checkpoint, custom_jvp, custom_vjp."""
     bodies = [] if eqn.primitive.name in ("scan", "while", "cond", *OPAQUE) else _bodies(eqn.params)
     if len(bodies) != 1:
         return None
-    inner = getattr(bodies[0], "jaxpr", bodies[0])
-    same = len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars)
+    same = len(bodies[0].invars) == len(eqn.invars) and len(bodies[0].outvars) == len(eqn.outvars)
     return bodies[0] if same else None
 
 
@@ -249,13 +247,12 @@ def phase_of(scopes: str) -> str:
 
 
 def _without_dead_code(block: Block) -> Block:
-    needed, kept = set(map(id, block.outputs)), []
+    needed, kept = set(block.outputs), []
     for op in reversed(block.operations):
-        if not op.outputs or any(id(value) in needed for value in op.outputs):
-            needed.update(map(id, op.inputs))
+        if not op.outputs or not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
             kept.append(op)
-    block.operations = kept[::-1]
-    alive = set(map(id, block.operations))
-    for value in [*block.inputs, *(operand for op in block.operations for operand in (*op.inputs, *op.outputs))]:
-        value.uses = [op for op in value.uses if id(op) in alive]
+    block.operations, alive = kept[::-1], set(kept)
+    for value in [*block.inputs, *(operand for op in kept for operand in (*op.inputs, *op.outputs))]:
+        value.uses = [op for op in value.uses if op in alive]
     return block

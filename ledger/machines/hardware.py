@@ -75,14 +75,3 @@ def of_device_kind(device_kind: str) -> Hardware | None:
 def named(name: str) -> Hardware | None:
     """The figures by a short name of NAMES, or by a `device_kind`; None where they are not known."""
     return NAMES.get(name) or HARDWARE.get(name)
-
-
-def peak_flops_per_s(device_kind: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of one device, or None where it is not known.
-
-    >>> peak_flops_per_s("NVIDIA A100-SXM4-80GB")
-    312000000000000.0
-    >>> peak_flops_per_s("cpu")  # None: MFU is n/a
-    """
-    hardware = of_device_kind(device_kind)
-    return None if hardware is None else hardware.peak_flops_per_s

@@ -166,7 +166,7 @@ def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofl
     for name in PHASES:
         flops, moved = ledger.costs.flops(name), ledger.memory.moved_bytes(name)
         mine = [sending for sending in sendings if sending.phase == name]
-        spared = ledger.costs.float8_flops(name) * hardware.float8_spares
+        spared = ledger.costs.flops(name, dtype="float8") * hardware.float8_spares
         phases.append(
             Phase(
                 name=name,

@@ -106,7 +106,7 @@ def summary(ledger: Ledger, hbm_bytes: int | None = None, fixes: Sequence[str] =
         f"A step: {ledger.model_flops:.4g} model FLOPs, {ledger.hardware_flops:.4g} with what is recomputed; "
         f"each device sends {gigabytes(ledger.sent_bytes())} and needs {gigabytes(needed)}{of} (forecast)."
     ]
-    if copied := ledger.costs.host_bytes(to_host=True):
+    if copied := sum(row.bytes * times for row, times in ledger.costs.host_copies.items() if row.to_host):
         lines.append(f"It copies {gigabytes(copied)} to its host in a step, and back.")
     if hbm_bytes is not None and needed > hbm_bytes:
         parts = [f"{kind} {gigabytes(part)}" for kind, part in ledger.memory.by_kind().items() if part]
