@@ -93,18 +93,28 @@ def write_all(folder: str | Path, texts: Mapping[str, str]) -> None:
         write_whole(Path(folder) / name, text)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, even if the machine fails meanwhile. Raises OSError."""
+def write_whole(path: Path, *parts: str | bytes | memoryview) -> None:
+    """Writes a file whole or not at all, even if the machine fails meanwhile; text as UTF-8. Raises OSError."""
     if path.is_dir():  # else the .part file would stay
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    part = path.with_name(path.name + ".part")
+    unfinished = path.with_name(path.name + ".part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with unfinished.open("wb") as file:
+            for part in parts:
+                file.write(part.encode() if isinstance(part, str) else part)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(unfinished, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)  # a part that fills the disk is of no use
+            unfinished.unlink(missing_ok=True)  # a part that fills the disk is of no use
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync(path: str | Path) -> None:
+    """Waits until a file's content, or a folder's entries, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

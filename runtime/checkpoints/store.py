@@ -22,7 +22,7 @@ from typing import Any
 
 import fsspec
 
-from runtime.files import LARGEST_BYTES, read_bytes
+from runtime.files import LARGEST_BYTES, read_bytes, sync, write_whole
 from runtime.terminal import RunError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -74,13 +74,7 @@ class LocalStore:
         """Writes a file, which appears whole once it is on the disk; for its directories see `flush`."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".part")
-        with open(unfinished, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        write_whole(path, *parts)
 
     def names(self, name: str = "") -> list[str]:
         """The names in a directory; none where there is no directory."""
@@ -116,11 +110,7 @@ class LocalStore:
         """Waits until the entries of a directory, and of those in it and above it, are on the disk."""
         top = self._root / name
         for path in [*(Path(folder) for folder, _, _ in os.walk(top)), self._root, self._root.parent]:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)
 
 
 class RemoteStore:

@@ -265,5 +265,5 @@ def _drop_steps_after(path: Path, step: int) -> float:
         if record["step"] <= step:
             kept.append(line)
     if half or len(kept) < len(lines):
-        write_whole(path, b"".join(line + b"\n" for line in kept).decode())
+        write_whole(path, *(line + b"\n" for line in kept))
     return latest
