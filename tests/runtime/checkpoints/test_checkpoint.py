@@ -258,7 +258,7 @@ def test_published_with_a_missing_or_damaged_chunk(tmp_path):
     file = tmp_path / "0000000020" / "weightsembed" / "2.1"
     content = file.read_bytes()
     file.write_bytes(content[:40])
-    with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 has 40 bytes and was written with 116"):
+    with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 cannot be decoded \(ValueError: it has 40 bytes"):
         restore(tmp_path)
     file.write_bytes(b"\xff" * 12 + content[12:])
     with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 cannot be decoded \(ValueError: it unpacks"):
