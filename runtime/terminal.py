@@ -285,14 +285,7 @@ def _give_up_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _hold(descriptor: int) -> None:
-    """Occupies a closed standard output or error, so that no file that is opened later takes its number."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-
-
-_hold(1)
-_hold(2)
+while (_free := os.open(os.devnull, os.O_RDWR)) <= 2:
+    pass  # occupies closed standard files, so that none that is opened later takes their numbers
+os.close(_free)
 atexit.register(_give_up_stdout)

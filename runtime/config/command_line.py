@@ -106,7 +106,7 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
             leave(1)
         sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
-        _leave_a_broken_pipe()
+        leave(141)
     except refusals() as error:
         print_error(_said(error))
         leave(1)
@@ -132,11 +132,6 @@ def _keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX: no block has its own mapping
         mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: however much is free at the heap's end, it stays
-
-
-def _leave_a_broken_pipe() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
-    leave(141)
 
 
 def _said(error: Exception) -> Exception | str:
@@ -184,7 +179,7 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
         try:
             main(_finish(config_class, composed, node, overrides), *others)
         except BrokenPipeError:
-            _leave_a_broken_pipe()  # hydra would say that the job failed
+            leave(141)  # hydra would say that the job failed
         except refusals() as error:
             print_error(_said(error))
             if node.mode != RunMode.MULTIRUN:
