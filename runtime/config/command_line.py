@@ -17,7 +17,6 @@ import functools
 import gc
 import os
 import re
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +58,6 @@ from runtime.terminal import (
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
 TRUST = "allow_code_in_config=true"
-LEAST_FILES = 16  # with fewer, packages that begin an event loop print tracebacks
-LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
     *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
@@ -85,9 +82,6 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
     after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output any more
     (`| head`). Any other exception is a defect and passes through.
     """
-    if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
-        print_error(f"this process may have {files} files open: allow it more, as by ulimit -n 1024")
-        leave(1)
     _keep_memory()
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing a page
@@ -206,8 +200,6 @@ def _tolerant(override: str) -> str:
     `++a=1`. `~` is quoted, since hydra's grammar does not allow it."""
     if re.match(r"[+~]*($|[=@])", override):
         raise RunError(f"{override!r} has no key: expected key=value")
-    if len(override) > LONGEST_OVERRIDE:
-        raise RunError(f"{override[:60]}… has {len(override):,} characters: expected {LONGEST_OVERRIDE:,} at most")
     key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
     if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
         return override

@@ -79,13 +79,6 @@ def test_an_error_is_said_without_traceback(monkeypatch, capsys, arguments, erro
     assert stderr.startswith(f"error: {text}") and stderr.count("\n") == str(error).count("\n") + 1
 
 
-def test_too_few_open_files(monkeypatch, capsys):
-    """Said before anything fails of it."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8, 4096))
-    assert run(monkeypatch, main=pytest.fail) == 1
-    assert capsys.readouterr().err.startswith("error: this process may have 8 files open: allow it more")
-
-
 def test_defects_interrupts_and_flags_pass_through(monkeypatch, capsys):
     """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130; an unknown flag is
     argparse's to refuse, with status 2."""
