@@ -27,6 +27,11 @@ from runtime.terminal import RunError
 from runtime.unpacking import require_readable, require_size
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+# Errors of packages that not every reading needs, which are none of Python's own.
+OF_PACKAGES = (
+    ("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"), ("aiohttp", "ClientError"),
+    ("datasets.exceptions", "DatasetsError"), ("pyarrow", "ArrowException"), ("zstandard", "ZstdError"),
+)  # fmt: skip
 MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
 
 
@@ -108,18 +113,9 @@ def read(
 
 
 def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """The exceptions that a store or a codec may raise if data are damaged or out of reach, and `others`."""
-    errors: list[type[Exception]] = [OSError, ValueError, ArithmeticError, RuntimeError, EOFError, zlib.error, *others]
-    # Packages of object stores have other errors, which are none of the above.
-    if "botocore" in sys.modules:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        errors += [BotoCoreError, ClientError]
-    if "aiohttp" in sys.modules:
-        import aiohttp
-
-        errors.append(aiohttp.ClientError)
-    return tuple(errors)
+    """The exceptions that a store, a codec or a package may raise if data are damaged or out of reach, and `others`."""
+    loaded = [getattr(sys.modules[module], name) for module, name in OF_PACKAGES if module in sys.modules]
+    return OSError, ValueError, ArithmeticError, RuntimeError, EOFError, zlib.error, *loaded, *others
 
 
 def read_ranges(

@@ -19,7 +19,6 @@ import gzip
 import json
 import lzma
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -239,14 +238,8 @@ def reading(name: str) -> Iterator[None]:
     """Turns what opening or reading raises, if the network or the data are at fault, into a RunError of one line."""
     try:
         yield
-    except read_errors(TypeError, ImportError, lzma.LZMAError, *_of_packages()) as error:
+    except read_errors(TypeError, ImportError, lzma.LZMAError) as error:
         raise RunError(f"cannot read {name} ({type(error).__name__}: {' '.join(str(error).split())})") from error
-
-
-def _of_packages() -> list[type[Exception]]:
-    """The exceptions of packages that reading has needed."""
-    names = [("datasets.exceptions", "DatasetsError"), ("pyarrow", "ArrowException"), ("zstandard", "ZstdError")]
-    return [getattr(sys.modules[module], name) for module, name in names if module in sys.modules]
 
 
 # ---------------------------------------------------------------- records
