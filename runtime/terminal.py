@@ -7,6 +7,7 @@ the reader of its pipe has ended.
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -56,8 +57,10 @@ def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[None]:
-    """For imports that not every run needs: turns a missing package into a RunError."""
+    """For what not every run needs, an import or a process of its own: turns a missing package into a RunError."""
     try:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError
         yield
     except ModuleNotFoundError as error:
         raise RunError(f"{what} needs the package {package}, which is not installed: {install}") from error
