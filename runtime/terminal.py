@@ -262,6 +262,11 @@ def print_error(error: BaseException | str, kind: str = "error") -> None:
     _write_error(f"{_process}{kind}: {printable(str(error) or type(error).__name__)}\n")
 
 
+def print_note(text: str) -> None:
+    """Prints a line on stderr, at once; may be called from any thread."""
+    _write_error(f"{printable(text)}\n")
+
+
 def leave(status: int) -> NoReturn:
     """Ends the process after an error. JAX would wait for the other processes, which may be waiting for this one."""
     if _process:

@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
@@ -33,7 +32,7 @@ import zarr.buffer.cpu
 
 from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
 from runtime.files import NotPlain
-from runtime.terminal import RunError, printable, run_errors
+from runtime.terminal import RunError, print_note, run_errors
 from runtime.unpacking import require_readable, require_size
 
 # Attributes of the root.
@@ -228,7 +227,7 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
         try:
             return open_checkpoint(store, name, pool)
         except Incomplete as incomplete:
-            print(printable(f"passed over: {incomplete}"), file=sys.stderr)
+            print_note(f"passed over: {incomplete}")
     raise RunError(f"there is no complete checkpoint at {path}")
 
 

@@ -15,7 +15,6 @@ A checkpoint is the group `<step, ten digits>`. All hosts share the directory, a
 import functools
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +28,7 @@ from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.checkpoint import UNBOUND, Damaged, Incomplete
 from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
-from runtime.terminal import RunError, printable, run_errors
+from runtime.terminal import RunError, print_note, run_errors
 
 TIMEOUT_S = 600.0  # a save that takes longer, since a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: about 2 GB of host memory besides the copy of the state
@@ -244,7 +243,7 @@ class Checkpoints:
 
     def _say(self, text: str) -> None:
         if text not in self._said and self._hosts.is_leader:
-            print(printable(text), file=sys.stderr, flush=True)
+            print_note(text)
         self._said.add(text)
 
 
