@@ -37,13 +37,9 @@ MOST_SIMULATED = 2**10  # devices; JAX starts so many in a second
 LONGEST_NAME = 64  # a Linux host's
 
 
-class NoDevice(RunError):
-    """JAX does not start: it cannot use a device, or JAX_PLATFORMS names what is not there."""
-
-
 def start(config: Any) -> Mesh:
     """Starts JAX and returns the config's mesh. On several hosts process 0 prints a table of them, and error messages
-    begin with the host's name. Raises RunError: hosts or devices are not those of the config; NoDevice."""
+    begin with the host's name. Raises RunError: hosts or devices are not those of the config, or JAX does not start."""
     prepare_devices(config)
     launcher, processes = _launched(config)
     if processes is not None:
@@ -108,13 +104,13 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices; starts JAX. Raises NoDevice."""
+    """All devices; starts JAX. Raises RunError: it cannot use one, or JAX_PLATFORMS names what is not there."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter has no text
         why = str(error) or "what JAX_PLATFORMS asks for is not installed"
         fix = "nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs besides"
-        raise NoDevice(f"JAX does not start: {why}; fix: {fix}; JAX_PLATFORMS=cpu does without the device") from error
+        raise RunError(f"JAX does not start: {why}; fix: {fix}; JAX_PLATFORMS=cpu does without the device") from error
 
 
 # ---------------------------------------------------------------- who is there

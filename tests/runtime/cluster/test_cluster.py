@@ -170,7 +170,7 @@ def test_a_platform_that_is_not_there(monkeypatch):
     for error, why in [(RuntimeError("no driver"), "no driver"), (AssertionError(), missing)]:
         monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
         text = f"JAX does not start: {why}; fix: nvidia-smi says whether a GPU's driver works, "
-        with pytest.raises(cluster.NoDevice, match=re.escape(text)):
+        with pytest.raises(RunError, match=re.escape(text)):
             cluster.start(load(train.Config, "local_test_synthetic"))
 
 
