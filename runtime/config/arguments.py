@@ -40,9 +40,6 @@ def read(config_class: type[C], arguments: Sequence[str]) -> C:
         else:
             words.append(text)
     for name in getattr(config_class, "WORDS", ()):
-        if words and isinstance(content.get(name), dict):
-            key = f"{name}.{next(iter(content[name]))}"
-            raise RunError(f"{COMMAND_LINE}: there is no key {key}: {name} is {words[0]}, and --help lists the keys")
         if words and name in content:
             raise RunError(f"{COMMAND_LINE}: {name} is given twice, as {name}=... and as the word {words[0]}")
         if words and get_origin(known[name][0]) is tuple:

@@ -68,7 +68,6 @@ def test_what_arguments_mean(arguments, expected):
     (["names=[a"], "command line: names=[a cannot be read: while parsing a flow sequence"),
     (["number=" + "9" * 5000], "command line: number=" + "9" * 100 + " cannot be read: Exceeds the limit"),
     (["show", "a", "what=diff"], "command line: what is given twice, as what=... and as the word show"),
-    (["show", "a", "what.key=1"], "command line: there is no key what.key: what is show, and --help lists the keys"),
     (["drop"], 'command line: what = "drop": expected show or diff'),
     (["yes=1", "number=1.5"], "2 problems in the configuration\n  command line: number = 1.5: expected "),
 ])  # fmt: skip
