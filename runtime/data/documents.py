@@ -32,7 +32,7 @@ from runtime.terminal import RunError, needs_package
 BLOCK_BYTES = 2**20
 MOST_RECORD_BYTES = 2**24  # its ids take 14 times as much memory; packed it may be a thousandth
 BLOCK_ROWS = 256  # table rows in a block: their size is not known beforehand
-LINES = (".jsonl", ".ndjson", ".json")
+KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "lines"}  # of what is read here
 EXPECTED = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
 
 
@@ -87,7 +87,7 @@ def find_files(pattern: str) -> list[File]:
             if url.startswith("file://"):  # here, since rows are opened by a package
                 with reading(pattern):
                     open_file(url.removeprefix("file://")).close()
-            kind = "rows" if url.endswith(".parquet") else "lines" if _suffix(url) in LINES else "text"
+            kind = "rows" if url.endswith(".parquet") else KINDS.get(_suffix(url), "text")
             keys = ("mtime", "ETag", "LastModified", "updated")
             version = next((str(about[key]) for key in keys if key in about), "")
             files.append(File(kind, url.removeprefix("file://"), about.get("size") or 0, version))
@@ -109,7 +109,7 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
         with reading(where):
             builder = datasets.load_dataset_builder(where, name or None)
             splits = {str(split): names for split, names in (builder.config.data_files or {}).items()}
-            kind, *others = {_plain(name) for names in splits.values() for name in names} or {None}
+            kind, *others = {KINDS.get(_suffix(name)) for names in splits.values() for name in names} or {None}
             if kind == "lines":  # or one JSON array
                 with _open(next(iter(splits.values()))[0]) as (file, _):
                     kind = None if file.read(100).lstrip(codecs.BOM_UTF8).lstrip().startswith(b"[") else kind
@@ -130,11 +130,6 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
         ]
         for split, stream in streams.items()
     }
-
-
-def _plain(name: str) -> str | None:
-    """The kind of a data set's file, if it is read here."""
-    return {".txt": "text", **dict.fromkeys(LINES, "lines")}.get(_suffix(name))
 
 
 def _suffix(name: str) -> str:
