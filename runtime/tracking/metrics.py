@@ -243,9 +243,7 @@ def memory() -> dict[str, int | None]:
 
 
 def _to_json(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_steps_after(path: Path, step: int) -> float:
