@@ -165,22 +165,16 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def heartbeat(
-    descriptor: int, say: Callable[[str], None], wait: Callable[[float], bool] | None = None
-) -> Iterator[None]:
+def heartbeat(descriptor: int, say: Callable[[str], None]) -> Iterator[None]:
     """While it is open, a file that is standard output (1) or standard error (2) gets a line at least every SILENT_S.
 
     A thread looks at its size twice in that time. A terminal or a pipe is left alone.
-
-    Args:
-      wait: wait(seconds) says whether it is over; tests give another one.
     """
     over = threading.Event()
-    wait = wait or over.wait
 
     def watch() -> None:
         size, turns = os.fstat(descriptor).st_size, 0
-        while not wait(SILENT_S / 2):
+        while not over.wait(SILENT_S / 2):
             turns += 1
             if size == os.fstat(descriptor).st_size:
                 say(f"still running after {turns * SILENT_S / 120:g} min")
