@@ -28,7 +28,7 @@ from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import open_store
 from runtime.config import resume
 from runtime.config.command_line import load
-from runtime.config.rebuild import flat
+from runtime.config.rebuild import as_tree, flat
 from runtime.data.batches import Batch
 from runtime.data.sources import open_data
 from runtime.run import InFlight, Run
@@ -447,7 +447,7 @@ def test_what_may_change_is_said(tiny):
     before, now = configs(tiny, *overrides, "check_only=true", "allow_config_change=true")
     attributes = json.loads(json.dumps(resume.description(before, DATA)))
     assert resume.compare(before, DATA, attributes, "x") == []
-    old = flat(before.tree())
+    old = flat(as_tree(before))
     expected = [
         f"  {key}: {json.dumps(old[key])} -> {json.dumps(value)} (command line)"
         for key, value in (changes | names).items()

@@ -22,6 +22,7 @@ from pages import ROOT
 import train
 from runtime.config import command_line
 from runtime.config.command_line import load
+from runtime.config.rebuild import as_tree
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 
@@ -246,7 +247,7 @@ def test_configs_of_another_folder(monkeypatch, tmp_path):
 def test_cfg_and_info(monkeypatch, capsys):
     """--cfg job prints every key, those with a default too, and a part of them; --info what hydra did."""
     assert run(monkeypatch, "--cfg", "job", "training.steps=7", main=pytest.fail) == 0
-    shown, config = yaml.safe_load(capsys.readouterr().out), load(train.Config, overrides=["training.steps=7"]).tree()
+    shown, config = yaml.safe_load(capsys.readouterr().out), as_tree(load(train.Config, overrides=["training.steps=7"]))
     assert shown["paths"].pop("model_name") == "???" and config["paths"].pop("model_name") == "local_test_synthetic"
     assert shown == config
     assert run(monkeypatch, "--cfg=job", "--package", "mesh", "mesh.d=8", main=pytest.fail) == 0
