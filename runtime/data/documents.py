@@ -269,12 +269,11 @@ def decoded(data: bytes) -> str:
 def parsed(record: bytes | dict) -> dict[str, Any]:
     """A record, a line of JSON or a row, as a mapping. Raises BadRecord: it is none."""
     if isinstance(record, bytes):
+        text = decoded(record)
         try:
-            record = json.loads(decoded(record))
+            record = json.loads(text)
         except json.JSONDecodeError as error:
             raise BadRecord(f"no JSON ({error.msg}, column {error.colno})") from error
-        except BadRecord:
-            raise
         except (RecursionError, ValueError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else "an integer of over 4,300 digits"
             raise BadRecord(f"no JSON that can be read ({reason})") from error
