@@ -107,14 +107,9 @@ class _Output:
     def flush(self) -> None:
         """Nothing is left to write."""
 
-    @property
-    def encoding(self) -> str | None:
-        """For tqdm, which draws bars by it."""
-        return getattr(sys.stdout, "encoding", None)
-
-    def fileno(self) -> int:
-        """For tqdm, which asks for the terminal's width."""
-        return sys.stdout.fileno()
+    def __getattr__(self, name: str) -> Any:
+        """For tqdm, which draws bars by the encoding and the terminal's width."""
+        return getattr(sys.stdout, name)
 
     def isatty(self) -> bool:
         return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
