@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -131,7 +130,7 @@ class Run:
     """
 
     _best: Best | None = None  # with patience
-    _compiled: Mapping[str, float | None] = MappingProxyType({})  # what `compile` saw of the step
+    _compiled: Mapping[str, float | None]  # what `compile` saw of the step
     _slow_hosts: SlowHosts | None = None  # where there are several
     _read: Callable[[Any], Any] | None = None  # reads the first weights
     _step_began = 0.0

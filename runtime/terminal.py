@@ -216,11 +216,7 @@ def printable(text: Any) -> str:
 
 
 def wrapped(line: str, first: str = "", others: str = "  ") -> str:
-    """Breaks a line at the terminal's width, or at 120 columns.
-
-    Args:
-      first, others: what the first line begins with, and those that follow.
-    """
+    """Breaks a line at the terminal's width, or at 120 columns; `first` begins the first one, `others` the rest."""
     width = max(40, shutil.get_terminal_size((120, 24)).columns)
     broken = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
     return broken.fill(line)

@@ -9,6 +9,7 @@ slow or cut connections, every verb is retried, with growing pauses, until `time
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -150,10 +151,8 @@ class RemoteStore:
         return {path.removeprefix(top + "/"): entry["size"] for path, entry in entries.items() if path != top}
 
     def remove(self, name: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._retried(lambda: self._files._rm(self._at(name), recursive=True))
-        except FileNotFoundError:
-            pass
 
     def move(self, name: str, new_name: str) -> None:
         """Copies every object, within the store, then removes the old ones."""
