@@ -33,9 +33,8 @@ Record = dict[str, Any]
 class Ownership:
     """Owns the folder, a path or a URL, from __enter__ to __exit__. A dead owner's folder is taken over.
 
-    Raises:
-      RunError: from __enter__: another run owns the folder, with its host and process; from `check`: another run has
-        taken it since, because there are no locks and this process stood still for over SILENT_S.
+    __enter__ raises RunError: another run owns the folder, with its host and process; `require`: another run has taken
+    it since, because there are no locks and this process stood still for over SILENT_S.
     """
 
     def __init__(self, folder: str | Path):

@@ -149,13 +149,8 @@ def whole_lines(data: bytes) -> int:
 def read_blocks(
     files: Sequence[File], position: Sequence[int] = (0, 0, 0), whole: Callable[[bytes], int] = whole_lines
 ) -> Iterator[Block]:
-    """The blocks of all files from a position on.
-
-    Args:
-      whole: for a text that begins with a document, how much of it is documents that surely end there.
-    Raises:
-      RunError: a file cannot be read.
-    """
+    """The blocks of all files from a position on. whole: for a text that begins with a document, how much of it is
+    documents that surely end there. Raises RunError: a file cannot be read."""
     first_file, offset, line = position
     for index, file in enumerate(files[first_file:], first_file):
         is_empty, before = not offset and not line, sum(file.size for file in files[:index])
