@@ -182,10 +182,7 @@ class Loader:
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            self.begin()
-            undo.pop_all()
+        self.begin()
         return self
 
     def __exit__(self, *_) -> None:
