@@ -8,6 +8,7 @@ Opening never waits and reading has a limit: a pipe, a device or a sparse file i
 """
 
 import contextlib
+import dataclasses
 import errno
 import math
 import os
@@ -75,6 +76,17 @@ def parse_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # a wrong tag, or depth
         raise yaml.YAMLError(str(error)) from error
+
+
+def flat(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """The values of nested mappings and dataclasses by path: {'a': {'b': 1}} as {'a.b': 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in (vars(tree) if dataclasses.is_dataclass(tree) else tree).items():
+        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+            leaves |= flat(value, f"{prefix}{name}{separator}", separator)
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
 
 
 def multiply(references: Sequence[str]) -> bool:

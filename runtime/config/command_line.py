@@ -42,8 +42,8 @@ from runtime.config.arguments import read
 from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
-from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
-from runtime.files import multiply, parse_yaml, read_text
+from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, rebuild
+from runtime.files import flat, multiply, parse_yaml, read_text
 from runtime.terminal import (
     RunError,
     heartbeat,

@@ -12,7 +12,8 @@ import yaml
 import train
 import train_any
 from runtime.config.command_line import load
-from runtime.config.rebuild import as_tree, flat
+from runtime.config.rebuild import as_tree
+from runtime.files import flat
 
 LAUNCH = hosts.ROOT / "launch"
 

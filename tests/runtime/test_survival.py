@@ -28,9 +28,10 @@ from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import open_store
 from runtime.config import resume
 from runtime.config.command_line import load
-from runtime.config.rebuild import as_tree, flat
+from runtime.config.rebuild import as_tree
 from runtime.data.batches import Batch
 from runtime.data.sources import open_data
+from runtime.files import flat
 from runtime.run import InFlight, Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps

@@ -16,8 +16,9 @@ from runtime.config import checks as config_checks
 from runtime.config import command_line
 from runtime.config.command_line import load, to_yaml
 from runtime.config.keys import DROPPED_KEYS, Paths, Tokens
-from runtime.config.rebuild import as_tree, flat
+from runtime.config.rebuild import as_tree
 from runtime.config.resume import config_of
+from runtime.files import flat
 from runtime.terminal import RunError
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("[cl]*_*.yaml"))
