@@ -478,7 +478,7 @@ class Run:
             return True
         if self.due(step, self._config.checkpoint_interval) or self._save_is_late or self._minutes_are_over(step):
             self._stop_if_bad()
-            self._save_is_late = self._bad_steps.in_a_row > 0
+            self._save_is_late = bool(self._bad_steps.row)
             return not self._save_is_late
         return False
 

@@ -549,7 +549,7 @@ def test_bad_steps_are_counted_in_a_row_only():
     for step, skipped in enumerate([5, 6, 7, 7, 8, 9, 9, 9, 10, 11, 12], 1):
         bad_steps.note(step, metrics_of(skipped))
         if step in (1, 2, 4, 6, 7, 9, 11):
-            found[step] = [bad["step"] for bad in bad_steps.read()], bad_steps.in_a_row
+            found[step] = [bad["step"] for bad in bad_steps.read()], len(bad_steps.row)
     assert found == {1: ([], 0), 2: ([], 1), 4: ([], 0), 6: ([], 2), 7: ([], 0), 9: ([], 1), 11: ([9, 10, 11], 3)}
 
 
