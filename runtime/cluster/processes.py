@@ -10,7 +10,6 @@ started; elsewhere the keys `cluster.*` name them (docs/hosts.md).
 import math
 import os
 import socket
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from ledger.count.step import Ledger
 from ledger.units import gigabytes
 from runtime.cluster.tuning import is_given, keep_programs, multiply_bfloat16
-from runtime.terminal import RunError, columns, one_of_several, print_line
+from runtime.terminal import RunError, columns, one_of_several, print_line, print_note
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
 
@@ -120,8 +119,8 @@ def _join(config: Any) -> None:
     cluster, host = config.cluster, socket.gethostname()
     # JAX ends with status 134, and does not say who is missing.
     says = f"host {host}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; after {START_S} s "
-    says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?\n"
-    waiting = threading.Timer(WAITING_S, lambda: (sys.stderr.write(says), sys.stderr.flush()))
+    says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?"
+    waiting = threading.Timer(WAITING_S, print_note, [says])
     waiting.daemon = True
     waiting.start()
     try:

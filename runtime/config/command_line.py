@@ -51,6 +51,7 @@ from runtime.terminal import (
     output_is_failing,
     print_error,
     print_line,
+    print_note,
     refusals,
     run_errors,
 )
@@ -107,7 +108,7 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
     except Refused:
         leave(1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_note("interrupted")
         leave(130)
     finally:
         sys.argv[1:] = arguments
