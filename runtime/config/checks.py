@@ -86,9 +86,8 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
     steps, epochs = config.training.steps, config.flat_tokens.epochs
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
-        source = f"the data set {filespec}"
         is_stream = config.hf_dataset.path and not mixed
-        source = f"the tokenizer {config.hf_dataset.tokenizer}" if is_stream else source
+        source = f"the tokenizer {config.hf_dataset.tokenizer}" if is_stream else f"the data set {filespec}"
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
         needed = max(max_token_id, bos_id) + 1
         problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {needed} or more"))
