@@ -9,8 +9,8 @@ import jax
 
 from runtime.config.help import comments_of
 from runtime.config.sizes import nearest_divisors, nearest_multiples
+from runtime.files import flat
 from runtime.terminal import RunError, print_line
-from runtime.tracking.metrics import flattened
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import fields, map_type, mesh_text, narrowed, require_divisible
 from shardlib.spec import Dim, ShardingError
@@ -21,7 +21,7 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
     from, if no key has them. Raises RunError: each dim that cannot be split, with axes, keys and sizes that fit."""
     axes, problems = vars(config.mesh), []
     for dim, size, text, place in _undivided(narrowed(type_, shapes), shapes, axes):
-        values = flattened({"model": config.model, "training": config.training}, separator=".")
+        values = flat({"model": config.model, "training": config.training})
         keys = [key for key, value in values.items() if value == size and not isinstance(value, bool)]
         said = comments_of(type(config.model))
         keys = [key for key in keys if said.get(key.removeprefix("model."), "").split(",")[0] == dim.name] or keys

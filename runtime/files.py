@@ -8,6 +8,7 @@ Opening never waits and reading has a limit: a pipe, a device or a sparse file i
 """
 
 import contextlib
+import dataclasses
 import errno
 import math
 import os
@@ -77,6 +78,17 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from error
 
 
+def flat(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """The values of nested mappings and dataclasses by path: {'a': {'b': 1}} as {'a.b': 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in (vars(tree) if dataclasses.is_dataclass(tree) else tree).items():
+        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+            leaves |= flat(value, f"{prefix}{name}{separator}", separator)
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
 def multiply(references: Sequence[str]) -> bool:
     """Whether nested references could repeat a value more than MOST_REPEATED times.
 
@@ -93,18 +105,28 @@ def write_all(folder: str | Path, texts: Mapping[str, str]) -> None:
         write_whole(Path(folder) / name, text)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, even if the machine fails meanwhile. Raises OSError."""
+def write_whole(path: Path, *parts: str | bytes | memoryview) -> None:
+    """Writes a file whole or not at all, even if the machine fails meanwhile; text as UTF-8. Raises OSError."""
     if path.is_dir():  # else the .part file would stay
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    part = path.with_name(path.name + ".part")
+    unfinished = path.with_name(path.name + ".part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with unfinished.open("wb") as file:
+            for part in parts:
+                file.write(part.encode() if isinstance(part, str) else part)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(unfinished, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)  # a part that fills the disk is of no use
+            unfinished.unlink(missing_ok=True)  # a part that fills the disk is of no use
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync(path: str | Path) -> None:
+    """Waits until a file's content, or a folder's entries, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -46,12 +45,12 @@ from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
 from runtime.data.tokenizers import Tokenizer, tokenizer_identity
-from runtime.files import write_all, write_whole
+from runtime.files import flat, write_all, write_whole
 from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.best import Best
 from runtime.tracking.followers import Followers
-from runtime.tracking.metrics import Tracker, flattened
+from runtime.tracking.metrics import Tracker
 from runtime.tracking.profiling import Profiler
 from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings, narrowed
@@ -131,7 +130,7 @@ class Run:
     """
 
     _best: Best | None = None  # with patience
-    _compiled: Mapping[str, float | None] = MappingProxyType({})  # what `compile` saw of the step
+    _compiled: Mapping[str, float | None]  # what `compile` saw of the step
     _slow_hosts: SlowHosts | None = None  # where there are several
     _read: Callable[[Any], Any] | None = None  # reads the first weights
     _step_began = 0.0
@@ -258,7 +257,7 @@ class Run:
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
                 write_all(self.folder, files.pages(ledger, bound))
-                about = {**environment(), **flattened({"program": self._recorded}), "ledger": lines}
+                about = {**environment(), **flat({"program": self._recorded}, separator="/"), "ledger": lines}
                 write_whole(self.folder / "environment.json", json.dumps(about, indent=1))
             print_line("\n".join(map(wrapped, lines)))
         began = time.perf_counter()
@@ -385,7 +384,7 @@ class Run:
           '_of' has a number for each of the weights, and is logged under their names.
         """
         own_s, self._state = time.monotonic() - self._step_began, state
-        outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
+        outputs, metrics, weights = (state, metrics), flat(metrics, separator="/"), names(state.weights)
         # Before the profiler, which waits for the step that it ends with.
         self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), weights)
         self._profiler.after_step(step + 1, outputs)
@@ -480,7 +479,7 @@ class Run:
             return True
         if self.due(step, self._config.checkpoint_interval) or self._save_is_late or self._minutes_are_over(step):
             self._stop_if_bad()
-            self._save_is_late = self._bad_steps.in_a_row > 0
+            self._save_is_late = bool(self._bad_steps.row)
             return not self._save_is_late
         return False
 

@@ -7,6 +7,7 @@ the reader of its pipe has ended.
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -56,8 +57,10 @@ def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[None]:
-    """For imports that not every run needs: turns a missing package into a RunError."""
+    """For what not every run needs, an import or a process of its own: turns a missing package into a RunError."""
     try:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError
         yield
     except ModuleNotFoundError as error:
         raise RunError(f"{what} needs the package {package}, which is not installed: {install}") from error
@@ -104,14 +107,9 @@ class _Output:
     def flush(self) -> None:
         """Nothing is left to write."""
 
-    @property
-    def encoding(self) -> str | None:
-        """For tqdm, which draws bars by it."""
-        return getattr(sys.stdout, "encoding", None)
-
-    def fileno(self) -> int:
-        """For tqdm, which asks for the terminal's width."""
-        return sys.stdout.fileno()
+    def __getattr__(self, name: str) -> Any:
+        """For tqdm, which draws bars by the encoding and the terminal's width."""
+        return getattr(sys.stdout, name)
 
     def isatty(self) -> bool:
         return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
@@ -162,22 +160,16 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def heartbeat(
-    descriptor: int, say: Callable[[str], None], wait: Callable[[float], bool] | None = None
-) -> Iterator[None]:
+def heartbeat(descriptor: int, say: Callable[[str], None]) -> Iterator[None]:
     """While it is open, a file that is standard output (1) or standard error (2) gets a line at least every SILENT_S.
 
     A thread looks at its size twice in that time. A terminal or a pipe is left alone.
-
-    Args:
-      wait: wait(seconds) says whether it is over; tests give another one.
     """
     over = threading.Event()
-    wait = wait or over.wait
 
     def watch() -> None:
         size, turns = os.fstat(descriptor).st_size, 0
-        while not wait(SILENT_S / 2):
+        while not over.wait(SILENT_S / 2):
             turns += 1
             if size == os.fstat(descriptor).st_size:
                 say(f"still running after {turns * SILENT_S / 120:g} min")
@@ -224,11 +216,7 @@ def printable(text: Any) -> str:
 
 
 def wrapped(line: str, first: str = "", others: str = "  ") -> str:
-    """Breaks a line at the terminal's width, or at 120 columns.
-
-    Args:
-      first, others: what the first line begins with, and those that follow.
-    """
+    """Breaks a line at the terminal's width, or at 120 columns; `first` begins the first one, `others` the rest."""
     width = max(40, shutil.get_terminal_size((120, 24)).columns)
     broken = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
     return broken.fill(line)
@@ -259,6 +247,11 @@ def print_error(error: BaseException | str, kind: str = "error") -> None:
     _write_error(f"{_process}{kind}: {printable(str(error) or type(error).__name__)}\n")
 
 
+def print_note(text: str) -> None:
+    """Prints a line on stderr, at once; may be called from any thread."""
+    _write_error(f"{printable(text)}\n")
+
+
 def leave(status: int) -> NoReturn:
     """Ends the process after an error. JAX would wait for the other processes, which may be waiting for this one."""
     if _process:
@@ -285,14 +278,7 @@ def _give_up_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _hold(descriptor: int) -> None:
-    """Occupies a closed standard output or error, so that no file that is opened later takes its number."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-
-
-_hold(1)
-_hold(2)
+while (_free := os.open(os.devnull, os.O_RDWR)) <= 2:
+    pass  # occupies closed standard files, so that none that is opened later takes their numbers
+os.close(_free)
 atexit.register(_give_up_stdout)

@@ -1,4 +1,4 @@
-"""Bounds what others' compressed chunks of zarr unpack to, before they are unpacked: a kilobyte may say a gigabyte.
+"""Checks others' compressed chunks of zarr before they are unpacked: a kilobyte may say a gigabyte.
 
     require_readable(array)                        # at its opening
     require_size(array.compressors[0], content, 1024)  # of format 2, before decoding; zarr does so in format 3
@@ -65,12 +65,15 @@ def _within(codecs: Iterable[Any]) -> Iterator[Any]:
 
 
 def require_size(codec: Any, content: bytes, size: int) -> None:
-    """Raises ValueError: the content is not that of a chunk of so many bytes, whether compressed once more or not."""
+    """Raises ValueError: the content is not that of a chunk of so many bytes, whether compressed once more or not; or,
+    as blosc says, it is not whole."""
     most = 2 * size + 2**16
     if isinstance(codec, zarr.codecs.GzipCodec | numcodecs.GZip | numcodecs.Zlib):
         unpacked = _zlib_size(content, most)
     elif isinstance(codec, zarr.codecs.BloscCodec | numcodecs.Blosc):
-        unpacked = int.from_bytes(content[4:8], "little")
+        unpacked, written = int.from_bytes(content[4:8], "little"), int.from_bytes(content[12:16], "little")
+        if written != len(content):  # numcodecs 0.16 decodes incompressible values that were cut short to garbage
+            raise ValueError(f"it has {len(content)} bytes and was written with {written}")
     elif isinstance(codec, zarr.codecs.ZstdCodec | numcodecs.Zstd):
         unpacked = _zstd_size(content)
     else:

@@ -33,8 +33,9 @@ from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.data.batches import Loader
 from runtime.data.split_writer import write_split
+from runtime.files import flat
 from runtime.terminal import RunError
-from runtime.tracking.recorded import flattened, read_run
+from runtime.tracking.recorded import read_run
 from runtime.tracking.report import report_page
 from tools import compare, convert, inspect_dataset, tokenize_text
 
@@ -170,7 +171,7 @@ def damaged(original: Path, at: float, edits) -> Path:
 
 # ---------------------------------------------------------------- configurations
 
-KEYS = sorted(flattened(command_line.as_tree(load(train.Config)), separator="."))
+KEYS = sorted(flat(command_line.as_tree(load(train.Config))))
 NAMES = st.one_of(st.sampled_from(KEYS), st.sampled_from(KEYS).map(lambda key: key[:-1]), WORDS)
 TEXTS = st.one_of(
     NUMBERS.map(repr), WORDS,

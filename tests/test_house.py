@@ -27,7 +27,7 @@ ARROWS = {
         "runtime.beside runtime.files runtime.terminal runtime.unpacking shardlib ledger",
     ),
     "runtime.program": "runtime.files runtime.terminal",
-    "runtime.check": "runtime.config.help runtime.config.sizes runtime.terminal runtime.tracking shardlib",
+    "runtime.check": "runtime.config.help runtime.config.sizes runtime.files runtime.terminal shardlib",
     "runtime.run": "runtime shardlib ledger",
     "train": "runtime ledger kernels shardlib jax_extra",
     "optimizers": "train models.dropout runtime.config.keys shardlib",

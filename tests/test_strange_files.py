@@ -113,7 +113,6 @@ def test_configs(text, message, tmp_path, monkeypatch):
 
 
 def test_overrides():
-    """Depth and length of what stands on the command line."""
-    for override, message in (("a=" + "[" * 900 + "]" * 900, "nested too deeply"), ("a=" + "[" * 20000, "characters")):
-        with pytest.raises(RunError, match=message):
-            load(train.Config, None, [override])
+    """Depth of what stands on the command line."""
+    with pytest.raises(RunError, match="nested too deeply"):
+        load(train.Config, None, ["a=" + "[" * 900 + "]" * 900])

@@ -34,7 +34,7 @@ from runtime.checkpoints.checkpoint import (
     verify,
 )
 from runtime.config import command_line
-from runtime.config.rebuild import flat
+from runtime.files import flat
 from runtime.terminal import RunError, columns, print_line
 
 THREADS = 8  # chunks that are read at the same time

@@ -34,7 +34,6 @@ from typing import Any
 import zarr
 
 from runtime.config import command_line
-from runtime.config.rebuild import flat
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import absolute_path
 from runtime.data.split_writer import SplitWriter, open_for_writing
@@ -48,7 +47,7 @@ from runtime.data.tokenizers import (
     tokenizer_identity,
     train_bpe,
 )
-from runtime.files import read_text
+from runtime.files import flat, read_text
 from runtime.terminal import RunError, print_line, printable, progress, run_errors
 from tools.text_records import (
     Tokenized,

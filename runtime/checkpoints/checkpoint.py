@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
@@ -27,14 +26,13 @@ from typing import Any
 
 import google_crc32c
 import jax
-import numcodecs
 import numpy as np
 import zarr
 import zarr.buffer.cpu
 
 from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
 from runtime.files import NotPlain
-from runtime.terminal import RunError, printable, run_errors
+from runtime.terminal import RunError, print_note, run_errors
 from runtime.unpacking import require_readable, require_size
 
 # Attributes of the root.
@@ -148,11 +146,6 @@ class _Files:
         written = checksums.get(key) if self.is_bound and isinstance(checksums, dict) else None
         if written is not None and google_crc32c.value(content[:-4]) != written:
             raise Damaged(path, f"{file} {OTHER_CHECKSUM}")
-        if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
-            # numcodecs 0.16 decodes a file of incompressible values that was cut short to garbage.
-            size = int.from_bytes(content[12:16], "little")  # the whole file's size, by blosc's header
-            if size != len(content):
-                raise Damaged(path, f"{file} has {len(content)} bytes and was written with {size}")
         self.memory[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
         try:
             if array.metadata.zarr_format == 2 and array.compressors:
@@ -234,7 +227,7 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
         try:
             return open_checkpoint(store, name, pool)
         except Incomplete as incomplete:
-            print(printable(f"passed over: {incomplete}"), file=sys.stderr)
+            print_note(f"passed over: {incomplete}")
     raise RunError(f"there is no complete checkpoint at {path}")
 
 

@@ -15,7 +15,6 @@ A checkpoint is the group `<step, ten digits>`. All hosts share the directory, a
 import functools
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +28,7 @@ from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.checkpoint import UNBOUND, Damaged, Incomplete
 from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
-from runtime.terminal import RunError, printable, run_errors
+from runtime.terminal import RunError, print_note, run_errors
 
 TIMEOUT_S = 600.0  # a save that takes longer, since a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: about 2 GB of host memory besides the copy of the state
@@ -102,8 +101,8 @@ class Checkpoints:
         """The attributes that a checkpoint was saved with. Raises RunError: it is incomplete or damaged."""
         return checkpoint.read_attributes(self._store, _name(step))
 
-    def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
-        """The step and the tree of the newest checkpoint that reads whole; or of the one of `step`.
+    def restore(self, like: Any) -> tuple[int, Any]:
+        """The step and the tree of the newest checkpoint that reads whole.
 
         All hosts pass over a checkpoint with a lost or damaged chunk, and a line on stderr says so. `like` is a tree of
         jax.ShapeDtypeStructs with shardings on any mesh. Raises RunError: none reads whole; the leaves are not those of
@@ -121,18 +120,16 @@ class Checkpoints:
                 self._say(f"checkpoint {opened.path} {UNBOUND}")
             return None
 
-        while (tried := self.latest() if step is None else step) is not None:
-            name = _name(tried)
+        while (step := self.latest()) is not None:
+            name = _name(step)
             faults = self._together(
                 f"checkpoint {self._store.path(name)} could not be read", functools.partial(read, name)
             )
             if not any(faults):
-                return tried, trees[0]
+                return step, trees[0]
             trees.clear()
             said = [f"host {host}: {fault}" if len(faults) > 1 else fault for host, fault in enumerate(faults) if fault]
             self._damaged[name] = "; ".join(said)
-            if step is not None:
-                raise RunError(self._damaged[name])
         raise RunError(f"there is no complete checkpoint in {self._store.path('')}")
 
     def close(self) -> None:
@@ -244,7 +241,7 @@ class Checkpoints:
 
     def _say(self, text: str) -> None:
         if text not in self._said and self._hosts.is_leader:
-            print(printable(text), file=sys.stderr, flush=True)
+            print_note(text)
         self._said.add(text)
 
 

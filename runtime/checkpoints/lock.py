@@ -16,14 +16,13 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from runtime.checkpoints.store import LocalStore, open_store
-from runtime.terminal import RunError, printable, run_errors
+from runtime.terminal import RunError, print_note, run_errors
 
 HEARTBEAT_S = 10.0
 SILENT_S = 3 * HEARTBEAT_S  # an owner that has not written for so long is dead
@@ -34,9 +33,8 @@ Record = dict[str, Any]
 class Ownership:
     """Owns the folder, a path or a URL, from __enter__ to __exit__. A dead owner's folder is taken over.
 
-    Raises:
-      RunError: from __enter__: another run owns the folder, with its host and process; from `check`: another run has
-        taken it since, because there are no locks and this process stood still for over SILENT_S.
+    __enter__ raises RunError: another run owns the folder, with its host and process; `require`: another run has taken
+    it since, because there are no locks and this process stood still for over SILENT_S.
     """
 
     def __init__(self, folder: str | Path):
@@ -69,7 +67,7 @@ class Ownership:
             if self._taken_by is None:
                 self._store.remove(NAME)
         except (OSError, RunError) as error:
-            _say(f"{self._folder}/{NAME} could not be removed: {error}")
+            print_note(f"{self._folder}/{NAME} could not be removed: {error}")
         self._unlock()
 
     def require(self) -> None:
@@ -84,13 +82,13 @@ class Ownership:
         is_locked = isinstance(self._store, LocalStore) and self._has_lock()
         left = self._read()
         if left is not None and not (is_locked and left.get("host", self._record["host"]) == self._record["host"]):
-            _say(f"{self._folder} was left by {_who(left)}, or is still in use: watching for {SILENT_S:g} s")
+            print_note(f"{self._folder} was left by {_who(left)}, or is still in use: watching for {SILENT_S:g} s")
             end = time.monotonic() + SILENT_S
             while time.monotonic() < end:
                 time.sleep(SILENT_S / 30)
                 if (now := self._read()) is not None and now != left:
                     raise RunError(self._in_use(now))
-            _say(f"nothing is heard of it: {self._folder} is taken over")
+            print_note(f"nothing is heard of it: {self._folder} is taken over")
         self._write(0)
         if (now := self._read() or {}).get("run") != self._record["run"]:  # two started at once
             raise RunError(self._in_use(now))
@@ -125,7 +123,7 @@ class Ownership:
                     return
                 self._write(beat := beat + 1)
             except (OSError, RunError) as error:  # if the disk stays bad, the next save fails
-                _say(f"{self._folder}/{NAME} could not be rewritten: {error}")
+                print_note(f"{self._folder}/{NAME} could not be rewritten: {error}")
 
     def _read(self) -> Record | None:
         try:
@@ -148,7 +146,3 @@ class Ownership:
 
 def _who(owner: Record) -> str:
     return f"process {owner.get('pid', 'unknown')} on host {owner.get('host', 'unknown')}"
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ slow or cut connections, every verb is retried, with growing pauses, until `time
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 import fsspec
 
-from runtime.files import LARGEST_BYTES, read_bytes
+from runtime.files import LARGEST_BYTES, read_bytes, sync, write_whole
 from runtime.terminal import RunError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -74,13 +75,7 @@ class LocalStore:
         """Writes a file, which appears whole once it is on the disk; for its directories see `flush`."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".part")
-        with open(unfinished, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        write_whole(path, *parts)
 
     def names(self, name: str = "") -> list[str]:
         """The names in a directory; none where there is no directory."""
@@ -116,11 +111,7 @@ class LocalStore:
         """Waits until the entries of a directory, and of those in it and above it, are on the disk."""
         top = self._root / name
         for path in [*(Path(folder) for folder, _, _ in os.walk(top)), self._root, self._root.parent]:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)
 
 
 class RemoteStore:
@@ -160,10 +151,8 @@ class RemoteStore:
         return {path.removeprefix(top + "/"): entry["size"] for path, entry in entries.items() if path != top}
 
     def remove(self, name: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._retried(lambda: self._files._rm(self._at(name), recursive=True))
-        except FileNotFoundError:
-            pass
 
     def move(self, name: str, new_name: str) -> None:
         """Copies every object, within the store, then removes the old ones."""

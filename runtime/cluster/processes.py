@@ -10,7 +10,6 @@ started; elsewhere the keys `cluster.*` name them (docs/hosts.md).
 import math
 import os
 import socket
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from ledger.count.step import Ledger
 from ledger.units import gigabytes
 from runtime.cluster.tuning import is_given, keep_programs, multiply_bfloat16
-from runtime.terminal import RunError, columns, one_of_several, print_line
+from runtime.terminal import RunError, columns, one_of_several, print_line, print_note
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
 
@@ -31,25 +30,21 @@ START_S = 300  # processes wait so long for each other: in a large job some are 
 WAITING_S = 30  # a process that has waited so long says so
 SILENT_S = 60  # all others end when a process sends no heartbeat for so long; JAX's default is 100
 
-# Where launchers say how many processes a job has, in JAX's order. JAX itself asks Kubernetes and Cloud TPU.
-LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"}
+# Where Open MPI and Slurm say how many processes a job has, in JAX's order. JAX itself asks Kubernetes and Cloud TPU.
+LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 MOST_SIMULATED = 2**10  # devices; JAX starts so many in a second
 LONGEST_NAME = 64  # a Linux host's
 
 
-class NoDevice(RunError):
-    """JAX does not start: it cannot use a device, or JAX_PLATFORMS names what is not there."""
-
-
 def start(config: Any) -> Mesh:
     """Starts JAX and returns the config's mesh. On several hosts process 0 prints a table of them, and error messages
-    begin with the host's name. Raises RunError: hosts or devices are not those of the config; NoDevice."""
+    begin with the host's name. Raises RunError: hosts or devices are not those of the config, or JAX does not start."""
     prepare_devices(config)
-    launcher, processes = _launched(config)
-    if processes is not None:
-        check_num_hosts(config, processes)  # before processes wait for each other
+    launched = [os.environ[variable] for variable in LAUNCHERS if variable in os.environ]
+    if launched and config.cluster.coordinator is None:
+        check_num_hosts(config, int(launched[0]))  # before processes wait for each other
     if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is started, in a sweep's later jobs
-        _join(config, launcher)
+        _join(config)
     if config.num_hosts == 1:  # several hosts get JAX's own error: one may be at fault, so starting again helps
         find_devices()
     check_num_hosts(config, jax.process_count())
@@ -108,34 +103,24 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices; starts JAX. Raises NoDevice."""
+    """All devices; starts JAX. Raises RunError: it cannot use one, or JAX_PLATFORMS names what is not there."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter has no text
         why = str(error) or "what JAX_PLATFORMS asks for is not installed"
         fix = "nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs besides"
-        raise NoDevice(f"JAX does not start: {why}; fix: {fix}; JAX_PLATFORMS=cpu does without the device") from error
+        raise RunError(f"JAX does not start: {why}; fix: {fix}; JAX_PLATFORMS=cpu does without the device") from error
 
 
 # ---------------------------------------------------------------- who is there
 
 
-def _launched(config: Any) -> tuple[str | None, int | None]:
-    """The launcher's name, and how many processes it has started; None: not known."""
-    if config.cluster.coordinator is not None:
-        return "cluster.*", config.num_hosts
-    for launcher, variable in LAUNCHERS.items():
-        if variable in os.environ:
-            return launcher, int(os.environ[variable])
-    return None, None
-
-
-def _join(config: Any, launcher: str | None) -> None:
+def _join(config: Any) -> None:
     cluster, host = config.cluster, socket.gethostname()
     # JAX ends with status 134, and does not say who is missing.
     says = f"host {host}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; after {START_S} s "
-    says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?\n"
-    waiting = threading.Timer(WAITING_S, lambda: (sys.stderr.write(says), sys.stderr.flush()))
+    says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?"
+    waiting = threading.Timer(WAITING_S, print_note, [says])
     waiting.daemon = True
     waiting.start()
     try:
@@ -153,8 +138,7 @@ def _join(config: Any, launcher: str | None) -> None:
         fix = f"start it by {launchers}, or set cluster.coordinator=HOST:PORT and cluster.process_id"
         raise RunError(f"num_hosts = {config.num_hosts}, but {why}: {fix}") from error
     except RuntimeError as error:  # JaxRuntimeError is one
-        how = launcher or "as JAX found the processes"
-        raise RunError(f"host {host}: jax.distributed did not start ({how}): {error}") from error
+        raise RunError(f"host {host}: jax.distributed did not start: {error}") from error
     finally:
         waiting.cancel()
 

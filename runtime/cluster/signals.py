@@ -7,11 +7,12 @@ STOPPED is 75, EX_TEMPFAIL of sysexits.h: started again, the run goes on. A seco
 import os
 import signal
 import socket
-import sys
 import threading
 
 import jax
 from jax.experimental import multihost_utils
+
+from runtime.terminal import print_note
 
 STOPPED = 75
 
@@ -71,8 +72,6 @@ class StopSignals:
         if self._several_hosts:
             os.kill(os.getpid(), signal.SIGTERM)  # to JAX, which tells the other hosts
         elif not self.training:
-            print(f"{number.name}: no step is done yet, nothing to save", file=sys.stderr, flush=True)
+            print_note(f"{number.name}: no step is done yet, nothing to save")
             os._exit(STOPPED)
-        print(
-            f"{number.name}: saving after the step in flight; a second one exits at once", file=sys.stderr, flush=True
-        )
+        print_note(f"{number.name}: saving after the step in flight; a second one exits at once")

@@ -12,6 +12,7 @@
 A text is taken literally; other values are JSON or yaml: 1e-4, true, [a, b].
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -40,9 +41,6 @@ def read(config_class: type[C], arguments: Sequence[str]) -> C:
         else:
             words.append(text)
     for name in getattr(config_class, "WORDS", ()):
-        if words and isinstance(content.get(name), dict):
-            key = f"{name}.{next(iter(content[name]))}"
-            raise RunError(f"{COMMAND_LINE}: there is no key {key}: {name} is {words[0]}, and --help lists the keys")
         if words and name in content:
             raise RunError(f"{COMMAND_LINE}: {name} is given twice, as {name}=... and as the word {words[0]}")
         if words and get_origin(known[name][0]) is tuple:
@@ -70,11 +68,9 @@ def _value(key: str, text: str, known: dict[str, tuple[Any, Any]]) -> Any:
     if getattr(kind, "__origin__", kind) is str or get_origin(kind) is Literal:
         quoted = re.fullmatch(r"""(['"])(.*)\1""", text, re.DOTALL)
         return quoted[2] if quoted and quoted[1] not in quoted[2] else text
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        pass  # [a, b] without quotes
-    try:
+    try:  # [a, b] without quotes
         return parse_yaml(text)
     except yaml.YAMLError as error:
         raise RunError(f"{COMMAND_LINE}: {key}={text[:100]} cannot be read: {' '.join(str(error).split())}") from None

@@ -83,20 +83,15 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
     """Raises RunError: the vocabulary is too small for the data's ids, or they hold fewer steps (None: without end)."""
     mixed = ", ".join(source.filespec for source in config.mixture)
     filespec = mixed or config.flat_tokens.filespec or config.hf_dataset.path
-    steps, epochs, rows = config.training.steps, config.flat_tokens.epochs, config.training.tokens
+    steps, epochs = config.training.steps, config.flat_tokens.epochs
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
-        source = f"the data set {filespec}"
         is_stream = config.hf_dataset.path and not mixed
-        source = f"the tokenizer {config.hf_dataset.tokenizer}" if is_stream else source
+        source = f"the tokenizer {config.hf_dataset.tokenizer}" if is_stream else f"the data set {filespec}"
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
         needed = max(max_token_id, bos_id) + 1
         problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {needed} or more"))
-    if steps_available == 0:
-        small = f"the data set {filespec} is too small for one step of {rows.batch} × {rows.len} tokens (batch × len)"
-        fix = f"in flat_tokens.epochs = {epochs}: lower training.tokens.batch or training.tokens.len, or use more data"
-        problems.append(_problem(config, "training.tokens.batch", f"{small} {fix}"))
-    elif steps_available is not None and steps > steps_available:
+    if steps_available is not None and steps > steps_available:
         holds = f"the data set {filespec} holds {steps_available} steps in flat_tokens.epochs = {epochs}"
         fix = f"set flat_tokens.epochs={-(-steps * epochs // steps_available)}, or training.steps={steps_available}"
         problems.append(_problem(config, "training.steps", f"{holds}: {fix}"))

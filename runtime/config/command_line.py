@@ -17,7 +17,6 @@ import functools
 import gc
 import os
 import re
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +42,8 @@ from runtime.config.arguments import read
 from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
-from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
-from runtime.files import multiply, parse_yaml, read_text
+from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, rebuild
+from runtime.files import flat, multiply, parse_yaml, read_text
 from runtime.terminal import (
     RunError,
     heartbeat,
@@ -52,6 +51,7 @@ from runtime.terminal import (
     output_is_failing,
     print_error,
     print_line,
+    print_note,
     refusals,
     run_errors,
 )
@@ -59,8 +59,6 @@ from runtime.terminal import (
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
 TRUST = "allow_code_in_config=true"
-LEAST_FILES = 16  # with fewer, packages that begin an event loop print tracebacks
-LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
     *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
@@ -85,9 +83,6 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
     after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output any more
     (`| head`). Any other exception is a defect and passes through.
     """
-    if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
-        print_error(f"this process may have {files} files open: allow it more, as by ulimit -n 1024")
-        leave(1)
     _keep_memory()
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing a page
@@ -106,14 +101,14 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
             leave(1)
         sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
-        _leave_a_broken_pipe()
+        leave(141)
     except refusals() as error:
         print_error(_said(error))
         leave(1)
     except Refused:
         leave(1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_note("interrupted")
         leave(130)
     finally:
         sys.argv[1:] = arguments
@@ -132,11 +127,6 @@ def _keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX: no block has its own mapping
         mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: however much is free at the heap's end, it stays
-
-
-def _leave_a_broken_pipe() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
-    leave(141)
 
 
 def _said(error: Exception) -> Exception | str:
@@ -184,7 +174,7 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
         try:
             main(_finish(config_class, composed, node, overrides), *others)
         except BrokenPipeError:
-            _leave_a_broken_pipe()  # hydra would say that the job failed
+            leave(141)  # hydra would say that the job failed
         except refusals() as error:
             print_error(_said(error))
             if node.mode != RunMode.MULTIRUN:
@@ -211,8 +201,6 @@ def _tolerant(override: str) -> str:
     `++a=1`. `~` is quoted, since hydra's grammar does not allow it."""
     if re.match(r"[+~]*($|[=@])", override):
         raise RunError(f"{override!r} has no key: expected key=value")
-    if len(override) > LONGEST_OVERRIDE:
-        raise RunError(f"{override[:60]}… has {len(override):,} characters: expected {LONGEST_OVERRIDE:,} at most")
     key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
     if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
         return override

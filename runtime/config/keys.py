@@ -5,11 +5,11 @@ A field's type says which values are allowed; the type's last word is what messa
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Interval, MinLen, MultipleOf, Predicate
 
-from runtime.config.rebuild import Origins, as_tree
+from runtime.config.rebuild import Origins
 
 
 def is_regex(text: str) -> bool:
@@ -161,10 +161,6 @@ class RunConfig:
     mixture: tuple[Source, ...] = ()
     hf_dataset: HuggingFaceDataset = field(default_factory=HuggingFaceDataset)
     tracking: Tracking = field(default_factory=Tracking)
-
-    def tree(self) -> dict[str, Any]:
-        """All keys as nested dicts and lists, as in a yaml."""
-        return as_tree(self)
 
 
 # Keys that published configs may still set: the value still accepted (what it asks for always happens now), and what to

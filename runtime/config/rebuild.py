@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from runtime.files import flat
 from runtime.terminal import RunError
 
 C = TypeVar("C")
@@ -158,14 +159,6 @@ def as_tree(config: Any) -> Any:
     if not dataclasses.is_dataclass(config):
         return config
     return {_key_of(field_.name): as_tree(getattr(config, field_.name)) for field_ in dataclasses.fields(config)}
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} as {'a.b': 1}."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from runtime.config.keys import DROPPED_KEYS
-from runtime.config.rebuild import Origins, as_tree, default_tree, flat, rebuild, shown, take_out
+from runtime.config.rebuild import Origins, as_tree, default_tree, rebuild, shown, take_out
+from runtime.files import flat
 from runtime.terminal import RunError
 
 # Keys and sections that may not change: shapes, vocabulary, data and their order, seeds, moments.

@@ -151,8 +151,6 @@ class Loader:
         self._sources: list[RowStream] = []
         self._growing = growing
         with contextlib.ExitStack() as opened:
-            for other in growing.values():
-                opened.callback(other.close)
             pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
             names = [source.filespec for source in mixture] or [*growing] or [flat_tokens.filespec]
             for index, name in enumerate(names):
@@ -184,10 +182,7 @@ class Loader:
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            self.begin()
-            undo.pop_all()
+        self.begin()
         return self
 
     def __exit__(self, *_) -> None:
@@ -208,14 +203,7 @@ class Loader:
     def load(self, step: int) -> Batch:
         """The batch of a step, from 0; the next is fastest. Raises RunError: there is none, or it cannot be read."""
         if step < 0 or (self.steps is not None and step >= self.steps):
-            fix = "an unshuffled pass reads each row once"
-            if self._shuffle:
-                epochs = math.ceil(self._growing_batch.start(step + 1) / self.rows)
-                fix = f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
-            raise RunError(
-                f"there is no batch for step {step}: {'; '.join(source.rows.text for source in self._sources)}, "
-                f"{self.steps} batches of {self._batch} in flat_tokens.epochs = {self._epochs}: {fix}"
-            )
+            raise RunError(f"there is no batch for step {step}: {self.summary}")
         return self._batches(step)
 
     @property

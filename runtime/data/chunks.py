@@ -3,21 +3,17 @@
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
 
-zarr reads a missing chunk as its fill value, and numcodecs (0.16) decodes a blosc file that was cut short to garbage if
-its values were not compressible. Arrays of `open_checked` do neither.
+zarr reads a missing chunk as its fill value; arrays of `open_checked` do not.
 """
 
 import atexit
 import functools
 import os
-import struct
 import sys
 import zlib
 from concurrent.futures import Executor
 from typing import Any, Literal
 
-import google_crc32c
-import numcodecs
 import numpy as np
 import zarr
 import zarr.abc.store
@@ -31,43 +27,34 @@ from runtime.terminal import RunError
 from runtime.unpacking import require_readable, require_size
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+# Errors of packages that not every reading needs, which are none of Python's own.
+OF_PACKAGES = (
+    ("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"), ("aiohttp", "ClientError"),
+    ("datasets.exceptions", "DatasetsError"), ("pyarrow", "ArrowException"), ("zstandard", "ZstdError"),
+)  # fmt: skip
 MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
-BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of its blocks, and of the whole
 
 
 class CheckedStore(zarr.storage.WrapperStore):
-    """A store to read from: a chunk that is not there, or not whole, is an OSError."""
+    """A store to read from: a chunk that is not there is an OSError, one of format 2 that is not whole a ValueError."""
 
     def __init__(self, store: zarr.abc.store.Store):
         super().__init__(store)
         self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
-        # Paths of arrays whose files are frames of blosc, with how many bytes of checksum follow a frame.
-        self.blosc_arrays: dict[str, int] = {}
         self.format_2: dict[str, tuple[Any, int]] = {}  # the compressor and a chunk's bytes, by the array's path
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         if self.folder and os.path.lexists(self.folder / key):
             open_file(self.folder / key, MOST_FILE_BYTES).close()  # reading a pipe would wait forever
-        if key.rpartition("/")[2] in METADATA:
-            return await self._store.get(key, prototype, byte_range)
         value = await self._store.get(key, prototype, byte_range)
+        array, _, name = key.rpartition("/")
+        if name in METADATA:
+            return value
         if value is None:
             raise OSError(f"the file {key} is missing")
-        array = key.rpartition("/")[0].removesuffix("/c")
-        if byte_range is None and array in self.blosc_arrays:
-            check_frame(key, value.to_bytes(), self.blosc_arrays[array])
         if array in self.format_2:
             require_size(self.format_2[array][0], value.to_bytes(), self.format_2[array][1])
         return value
-
-
-def check_frame(key: str, frame: bytes, checksum_bytes: int) -> None:
-    """Raises OSError: the frame of blosc was cut short, or is not what was written."""
-    size = BLOSC_HEADER.unpack_from(frame)[-1] if len(frame) >= BLOSC_HEADER.size else -1
-    if size + checksum_bytes != len(frame):
-        raise OSError(f"the file {key} has {len(frame)} bytes and was written with another number")
-    if checksum_bytes and google_crc32c.value(frame[:-4]).to_bytes(4, "little") != frame[-4:]:
-        raise OSError(f"the file {key} is not what was written (its crc32c differs)")
 
 
 def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:
@@ -103,16 +90,10 @@ def open_checked(path: str) -> zarr.Group:
 
 
 def check_chunks(array: zarr.Array) -> None:
-    """Lets the array's CheckedStore check compressed files. Raises ValueError: a codec is not known."""
+    """Lets the array's CheckedStore check chunks of format 2. Raises ValueError: a codec is not known."""
     require_readable(array)
-    if array.shards is not None or not array.compressors or not isinstance(array.store, CheckedStore):
-        return
-    checksum_bytes = 4 * has_checksums(array)
-    compressors = array.compressors[: len(array.compressors) - has_checksums(array)]
-    if array.metadata.zarr_format == 2:
-        array.store.format_2[array.path] = compressors[0], array.chunks[0] * array.dtype.itemsize
-    if compressors and isinstance(compressors[-1], zarr.codecs.BloscCodec | numcodecs.Blosc):
-        array.store.blosc_arrays[array.path] = checksum_bytes
+    if array.metadata.zarr_format == 2 and array.compressors and isinstance(array.store, CheckedStore):
+        array.store.format_2[array.path] = array.compressors[0], array.chunks[0] * array.dtype.itemsize
 
 
 def has_checksums(array: Any) -> bool:
@@ -132,18 +113,9 @@ def read(
 
 
 def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """The exceptions that a store or a codec may raise if data are damaged or out of reach, and `others`."""
-    errors: list[type[Exception]] = [OSError, ValueError, ArithmeticError, RuntimeError, EOFError, zlib.error, *others]
-    # Packages of object stores have other errors, which are none of the above.
-    if "botocore" in sys.modules:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        errors += [BotoCoreError, ClientError]
-    if "aiohttp" in sys.modules:
-        import aiohttp
-
-        errors.append(aiohttp.ClientError)
-    return tuple(errors)
+    """The exceptions that a store, a codec or a package may raise if data are damaged or out of reach, and `others`."""
+    loaded = [getattr(sys.modules[module], name) for module, name in OF_PACKAGES if module in sys.modules]
+    return OSError, ValueError, ArithmeticError, RuntimeError, EOFError, zlib.error, *loaded, *others
 
 
 def read_ranges(

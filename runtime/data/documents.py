@@ -19,7 +19,6 @@ import gzip
 import json
 import lzma
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -33,7 +32,7 @@ from runtime.terminal import RunError, needs_package
 BLOCK_BYTES = 2**20
 MOST_RECORD_BYTES = 2**24  # its ids take 14 times as much memory; packed it may be a thousandth
 BLOCK_ROWS = 256  # table rows in a block: their size is not known beforehand
-LINES = (".jsonl", ".ndjson", ".json")
+KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "lines"}  # of what is read here
 EXPECTED = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
 
 
@@ -88,7 +87,7 @@ def find_files(pattern: str) -> list[File]:
             if url.startswith("file://"):  # here, since rows are opened by a package
                 with reading(pattern):
                     open_file(url.removeprefix("file://")).close()
-            kind = "rows" if url.endswith(".parquet") else "lines" if _suffix(url) in LINES else "text"
+            kind = "rows" if url.endswith(".parquet") else KINDS.get(_suffix(url), "text")
             keys = ("mtime", "ETag", "LastModified", "updated")
             version = next((str(about[key]) for key in keys if key in about), "")
             files.append(File(kind, url.removeprefix("file://"), about.get("size") or 0, version))
@@ -110,7 +109,7 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
         with reading(where):
             builder = datasets.load_dataset_builder(where, name or None)
             splits = {str(split): names for split, names in (builder.config.data_files or {}).items()}
-            kind, *others = {_plain(name) for names in splits.values() for name in names} or {None}
+            kind, *others = {KINDS.get(_suffix(name)) for names in splits.values() for name in names} or {None}
             if kind == "lines":  # or one JSON array
                 with _open(next(iter(splits.values()))[0]) as (file, _):
                     kind = None if file.read(100).lstrip(codecs.BOM_UTF8).lstrip().startswith(b"[") else kind
@@ -133,11 +132,6 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
     }
 
 
-def _plain(name: str) -> str | None:
-    """The kind of a data set's file, if it is read here."""
-    return {".txt": "text", **dict.fromkeys(LINES, "lines")}.get(_suffix(name))
-
-
 def _suffix(name: str) -> str:
     """The suffix that says how a file is read, without that of its compression."""
     stem, suffix = os.path.splitext(name.partition("::")[0])
@@ -155,13 +149,8 @@ def whole_lines(data: bytes) -> int:
 def read_blocks(
     files: Sequence[File], position: Sequence[int] = (0, 0, 0), whole: Callable[[bytes], int] = whole_lines
 ) -> Iterator[Block]:
-    """The blocks of all files from a position on.
-
-    Args:
-      whole: for a text that begins with a document, how much of it is documents that surely end there.
-    Raises:
-      RunError: a file cannot be read.
-    """
+    """The blocks of all files from a position on. whole: for a text that begins with a document, how much of it is
+    documents that surely end there. Raises RunError: a file cannot be read."""
     first_file, offset, line = position
     for index, file in enumerate(files[first_file:], first_file):
         is_empty, before = not offset and not line, sum(file.size for file in files[:index])
@@ -239,14 +228,8 @@ def reading(name: str) -> Iterator[None]:
     """Turns what opening or reading raises, if the network or the data are at fault, into a RunError of one line."""
     try:
         yield
-    except read_errors(TypeError, ImportError, lzma.LZMAError, *_of_packages()) as error:
+    except read_errors(TypeError, ImportError, lzma.LZMAError) as error:
         raise RunError(f"cannot read {name} ({type(error).__name__}: {' '.join(str(error).split())})") from error
-
-
-def _of_packages() -> list[type[Exception]]:
-    """The exceptions of packages that reading has needed."""
-    names = [("datasets.exceptions", "DatasetsError"), ("pyarrow", "ArrowException"), ("zstandard", "ZstdError")]
-    return [getattr(sys.modules[module], name) for module, name in names if module in sys.modules]
 
 
 # ---------------------------------------------------------------- records
@@ -281,12 +264,11 @@ def decoded(data: bytes) -> str:
 def parsed(record: bytes | dict) -> dict[str, Any]:
     """A record, a line of JSON or a row, as a mapping. Raises BadRecord: it is none."""
     if isinstance(record, bytes):
+        text = decoded(record)
         try:
-            record = json.loads(decoded(record))
+            record = json.loads(text)
         except json.JSONDecodeError as error:
             raise BadRecord(f"no JSON ({error.msg}, column {error.colno})") from error
-        except BadRecord:
-            raise
         except (RecursionError, ValueError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else "an integer of over 4,300 digits"
             raise BadRecord(f"no JSON that can be read ({reason})") from error

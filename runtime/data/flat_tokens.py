@@ -106,13 +106,9 @@ class Split:
 
 
 def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RESIDENT_BYTES) -> Split:
-    """Opens one split of a data set, a folder or a URL, and checks all but the tokens.
-
-    Args:
-      resident_bytes: an array that is no larger is read at once and kept in memory.
-    Raises:
-      RunError: the data set, the split, an array or an attribute is missing, or is not as the format says.
-    """
+    """Opens one split of a data set, a folder or a URL, and checks all but the tokens. An array of at most
+    resident_bytes is read at once and kept in memory. Raises RunError: the data set, the split, an array or an
+    attribute is missing, or is not as the format says."""
     where = absolute_path(path)
     advice = "set flat_tokens.filespec to a flat-tokens data set, or write one by tools.tokenize_text (docs/data.md)"
     try:

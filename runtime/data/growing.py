@@ -80,11 +80,8 @@ class GrowingSplit(Split):
         )
 
     def reach(self, tokens: int) -> bool:
-        """Waits for so many tokens, or the end of the data. Returns whether the tokens are there.
-
-        Raises:
-          RunError: the text cannot be tokenized, or the split was closed.
-        """
+        """Waits for so many tokens, or the end of the data. Returns whether the tokens are there. Raises RunError: the
+        text cannot be tokenized, or the split was closed."""
         with self._lock:
             is_enough = lambda count: self._is_whole or count <= self._tokens  # noqa: E731
             if not is_enough(tokens + self._tokens_ahead):

@@ -18,7 +18,7 @@ class ReadAhead(Generic[T]):
         read(50)            # goes on from there
         read.waited_s       # how long callers have waited, in all
 
-    The function's exception is raised to whoever asks for that result; asking again computes it again.
+    The function's exception is raised to whoever asks for that result.
     """
 
     def __init__(self, function: Callable[[int], T], count: int, ahead: int, name: str):
@@ -34,13 +34,11 @@ class ReadAhead(Generic[T]):
         for new in wanted:
             if new not in self._futures:
                 self._futures[new] = self._pool.submit(self._function, new)
-        future = self._futures[index]
         began = time.perf_counter()
-        failed = future.exception() is not None
-        self.waited_s += time.perf_counter() - began
-        if failed:
-            del self._futures[index]
-        return future.result()
+        try:
+            return self._futures[index].result()
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

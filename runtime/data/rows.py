@@ -51,13 +51,11 @@ class PackedRows:
 
 
 class SequenceRows:
-    """A row holds tokens of one sequence, `length` at most. Empty sequences have no row.
+    """A row holds tokens of one sequence, `length` at most. Empty sequences have no row. Raises RunError: seq_starts
+    cannot be read or does not increase.
 
     seq_starts is read once, 8 bytes a sequence, and the number of rows before each BLOCK sequences is kept: 8 MB for
     10⁹ sequences. A binary search among these, and reading one block's starts, finds a row.
-
-    Raises:
-      RunError: seq_starts cannot be read or does not increase.
     """
 
     dropped_tokens = 0

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float32, Int64, Integer, Shaped, UInt32
 
 from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import CHUNK_TOKENS, LARGEST_ID, TARGETS, WEIGHT, absolute_path, is_weight, open_member
+from runtime.files import sync
 from runtime.terminal import RunError, run_errors
 
 CHUNKS_AT_ONCE = 8  # are written together: 140 M tokens a second on one core, one by one half of that
@@ -200,11 +201,7 @@ class _Appender:
             chunk = self.array.chunks[0]
             for number in range(self.on_disk // chunk, -(-self.array.shape[0] // chunk)):
                 key = self.array.metadata.encode_chunk_key((number,))
-                descriptor = os.open(self.array.store.root / self.array.path / key, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync(self.array.store.root / self.array.path / key)
         self.on_disk = self.first
 
     def _write(self) -> None:

@@ -15,7 +15,6 @@ its tokenizer as the attribute `tokenizer` and, but for bytes, the array `tokeni
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -221,9 +220,7 @@ def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
         if files == [where]:
             return read_text(where), "", {}
         with needs_package(f"the tokenizer {name}", "transformers"):
-            if importlib.util.find_spec("transformers") is None:
-                raise ModuleNotFoundError
-        return apart("load", where)
+            return apart("load", where)
     except (OSError, ValueError) as error:
         raise RunError(f"the tokenizer {name} cannot be loaded ({error}): {EXPECTED}") from error
 
@@ -344,15 +341,13 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
 
 def _render(tokenizer: Tokenizer, messages: list[dict], **options: bool) -> tuple[str, list[tuple[int, int]]]:
     """The chat as the template writes it, and where the turns that it marks start and end, in characters."""
-    for package in ("transformers", "jinja2"):
-        with needs_package(f"the chat template of {tokenizer.name}", package):
-            if importlib.util.find_spec(package) is None:
-                raise ModuleNotFoundError
     if not tokenizer.chat_template:
         raise ChatError(f"the tokenizer {tokenizer.name} has no chat template")
     others: dict[str, Any] = {**options, **tokenizer.special_tokens}
+    what = f"the chat template of {tokenizer.name}"
     try:
-        text, turns = apart("render", tokenizer.chat_template, messages, others)
+        with needs_package(what, "transformers"), needs_package(what, "jinja2"):
+            text, turns = apart("render", tokenizer.chat_template, messages, others)
     except (TypeError, ValueError, RecursionError) as error:  # also of messages that are no JSON
         raise ChatError(f"the chat template does not take the messages ({error})") from error
     return text, [(start, stop) for start, stop in turns]

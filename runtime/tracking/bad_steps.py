@@ -19,11 +19,7 @@ class BadSteps:
     def __init__(self, limit: int, skipped_steps: int):
         self._limit, self._skipped = limit, skipped_steps
         self._unread: list[tuple[int, Mapping[str, jax.Array], Sequence[str]]] = []
-        self._row: list[dict[str, float]] = []  # up to the last step that was read
-
-    @property
-    def in_a_row(self) -> int:
-        return len(self._row)
+        self.row: list[dict[str, float]] = []  # the bad ones up to the last step that was read
 
     def note(self, step: int, metrics: Mapping[str, jax.Array], names: Sequence[str] = ()) -> None:
         """Takes a step that was just dispatched, whose `skipped_steps` counts all so far. names: see `scalars`."""
@@ -33,13 +29,13 @@ class BadSteps:
         """Reads the steps noted, waiting for the last. Returns the bad ones in a row once they are too many."""
         unread, self._unread = self._unread, []
         if unread and int(unread[-1][1]["skipped_steps"]) == self._skipped:
-            unread, self._row = [], []
+            unread, self.row = [], []
         for step, metrics, names in unread:
             values = scalars(metrics, names)
-            self._row = [*self._row, {"step": step, **values}] if values["skipped_steps"] > self._skipped else []
+            self.row = [*self.row, {"step": step, **values}] if values["skipped_steps"] > self._skipped else []
             self._skipped = values["skipped_steps"]
-            if len(self._row) >= self._limit:
-                return self._row
+            if len(self.row) >= self._limit:
+                return self.row
         return []
 
 

@@ -80,11 +80,8 @@ def tracked(folder: Path, to: str, first_step: int, is_repeated: bool) -> Tracke
 
 
 def keep_report(folder: Path, _: str, is_over: IsOver) -> None:
-    """Draws step.svg once, and writes report.html again and again. It reports a full disk and tries again.
-
-    Raises:
-      OSError, RunError: the last report, when it is over, cannot be written.
-    """
+    """Draws step.svg once, and writes report.html again and again. It reports a full disk and tries again. Raises
+    OSError, RunError: the last report, when it is over, cannot be written."""
     os.nice(10)  # training first
     draw(folder)
     wait_s = INTERVAL_S

@@ -23,13 +23,8 @@ LONGEST_WAIT_S = 60.0  # at the end of a run, for all followers together
 
 
 class Followers:
-    """Only the leader starts followers. What one prints is in `<run folder>/<follower>.log`.
-
-    Args:
-      is_known: whether the tools compute the run's model.
-    Raises:
-      RunError: a tracker's package is not installed.
-    """
+    """Only the leader starts followers. What one prints is in `<run folder>/<follower>.log`. is_known: whether the
+    tools compute the run's model. Raises RunError: a tracker's package is not installed."""
 
     def __init__(self, config: Any, run_folder: Path, *, is_leader: bool, is_known: bool = True):
         names = config.tracking.to

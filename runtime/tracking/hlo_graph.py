@@ -211,6 +211,5 @@ def draw(folder: Path) -> None:
 
 def find_dot() -> str | None:
     """The path of `dot`, of graphviz or of the wheel graphviz-pure, whose environment may not be activated."""
-    beside = str(Path(sys.executable).parent)
-    names = ("dot", "graphviz-pure")
-    return next(filter(None, (shutil.which(name, path=where) for name in names for where in (None, beside))), None)
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    return shutil.which("dot", path=folders) or shutil.which("graphviz-pure", path=folders)

@@ -19,9 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from ledger.units import percent
-from runtime.files import MOST_BYTES, read_bytes, write_whole
+from runtime.files import MOST_BYTES, flat, read_bytes, write_whole
 from runtime.terminal import Progress, keep_messages, print_line, wrapped
-from runtime.tracking.recorded import damage, flattened, record_of
+from runtime.tracking.recorded import damage, record_of
 
 
 def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str, Any]:
@@ -107,10 +107,10 @@ class Tracker:
         if not self.is_leader:
             return
         self.flush()
-        metrics = flattened(metrics)
+        metrics = flat(metrics, separator="/")
         self._latest = metrics
         if step in (self.start_step + 1, self.total_steps) or step % self.log_interval == 0:
-            self._due = (step, metrics, names, data_waited_s, flattened(data_metrics or {}))
+            self._due = (step, metrics, names, data_waited_s, flat(data_metrics or {}, separator="/"))
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
@@ -152,7 +152,7 @@ class Tracker:
         self.flush()
         loss, of_sources = float(loss), of_sources or {}
         derived = {f"validation_{name}": value for name, value in self._of_loss(loss).items()}
-        self._write(step, {"validation_loss": loss, **derived, **flattened(of_sources, "validation_loss_of")})
+        self._write(step, {"validation_loss": loss, **derived, **flat(of_sources, "validation_loss_of/")})
         texts = [f"; {value:.4f} of {name}" for name, value in of_sources.items()]
         print_line(wrapped(f"step {step}/{self.total_steps}: validation loss {loss:.4f}{''.join(texts)}"))
 
@@ -243,9 +243,7 @@ def memory() -> dict[str, int | None]:
 
 
 def _to_json(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_steps_after(path: Path, step: int) -> float:
@@ -265,5 +263,5 @@ def _drop_steps_after(path: Path, step: int) -> float:
         if record["step"] <= step:
             kept.append(line)
     if half or len(kept) < len(lines):
-        write_whole(path, b"".join(line + b"\n" for line in kept).decode())
+        write_whole(path, *(line + b"\n" for line in kept))
     return latest

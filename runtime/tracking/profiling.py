@@ -27,10 +27,7 @@ class Profiler:
     `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads. Only
     the leader profiles, if enough steps are left and the folder has no profile. Training waits once, for the last
     profiled step and until the files are written, some seconds. After an exception no folder is left, and the next
-    start profiles again.
-
-    Args:
-      paused: a context in which nothing is timed, for the writing.
+    start profiles again. `paused` is a context in which nothing is timed, for the writing.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from runtime.files import MOST_BYTES, parse_yaml, read_bytes, read_text
+from runtime.files import MOST_BYTES, flat, parse_yaml, read_bytes, read_text
 from runtime.terminal import RunError
 
 # Numbers that JSON cannot write; metrics.jsonl has them as strings.
@@ -26,16 +26,6 @@ class Recorded:
     samples: str  # text that somebody put into samples.txt
     program: str = ""  # the trainer's file
     damaged: tuple[str, ...] = ()  # what is wrong with lines of metrics.jsonl that are left out
-
-
-def flattened(metrics: Any, name: str = "", separator: str = "/") -> dict[str, Any]:
-    """Nested mappings and dataclasses by path: {"loss": 1.5, "grad_norm": {"embed": 0.5}} has "grad_norm/embed"."""
-    if dataclasses.is_dataclass(metrics):
-        metrics = vars(metrics)
-    if not isinstance(metrics, Mapping):
-        return {name: metrics}
-    parts = (flattened(value, f"{name}{separator}{key}" if name else key, separator) for key, value in metrics.items())
-    return {name: scalar for part in parts for name, scalar in part.items()}
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
@@ -94,7 +84,7 @@ def read_run(path: str | Path) -> Recorded:
         name=path.resolve().name if path.is_dir() else path.name,
         folder=file.parent,
         lines=[record for record in records if record is not None],
-        config=flattened(parsed("config.yaml", parse_yaml), separator="."),
+        config=flat(parsed("config.yaml", parse_yaml)),
         environment=parsed("environment.json", json.loads),
         samples=beside("samples.txt"),
         program=beside("program.py"),

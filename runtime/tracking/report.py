@@ -6,6 +6,7 @@ So it can be written again at any time: python -m tools.compare runs/first. Whil
 runtime/tracking/follow.py renews it. What a page says is here, how it looks in report.html and compare.html.
 """
 
+import contextlib
 import difflib
 import os
 import platform
@@ -40,7 +41,10 @@ def environment() -> dict[str, Any]:
 
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
-    installed = {package: _version(package) for package in PACKAGES}
+    installed = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": socket.gethostname(),
@@ -50,7 +54,7 @@ def environment() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {package: version for package, version in installed.items() if version},
+        "packages": installed,
         "command": " ".join(sys.orig_argv),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
@@ -61,13 +65,6 @@ def processor() -> str:
     path = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def write_report(folder: str | Path) -> Path:

@@ -12,7 +12,8 @@ import yaml
 import train
 import train_any
 from runtime.config.command_line import load
-from runtime.config.rebuild import flat
+from runtime.config.rebuild import as_tree
+from runtime.files import flat
 
 LAUNCH = hosts.ROOT / "launch"
 
@@ -38,7 +39,7 @@ def test_configs_and_keys_that_launch_files_name_are_there(path):
     for name in names:
         assert (hosts.ROOT / f"configs/{name}.yaml").exists()
     keys = set(re.findall(r"\b((?:paths|flat_tokens|cluster|mesh|checkpoint|training)\.\w+|num_hosts)=", text))
-    assert keys <= flat(load(train_any.Config).tree()).keys()
+    assert keys <= flat(as_tree(load(train_any.Config))).keys()
 
 
 def test_the_jobset():

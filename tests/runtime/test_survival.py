@@ -29,9 +29,10 @@ from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import open_store
 from runtime.config import resume
 from runtime.config.command_line import load
-from runtime.config.rebuild import flat
+from runtime.config.rebuild import as_tree
 from runtime.data.batches import Batch
 from runtime.data.sources import open_data
+from runtime.files import flat
 from runtime.run import InFlight, Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps
@@ -435,7 +436,7 @@ def test_what_may_change_is_said(tiny):
     before, now = configs(tiny, *overrides, "check_only=true", "allow_config_change=true")
     attributes = json.loads(json.dumps(resume.description(before, DATA)))
     assert resume.compare(before, DATA, attributes, "x") == []
-    old = flat(before.tree())
+    old = flat(as_tree(before))
     expected = [
         f"  {key}: {json.dumps(old[key])} -> {json.dumps(value)} (command line)"
         for key, value in (changes | names).items()
@@ -532,7 +533,7 @@ def test_bad_steps_are_counted_in_a_row_only():
     for step, skipped in enumerate([5, 6, 7, 7, 8, 9, 9, 9, 10, 11, 12], 1):
         bad_steps.note(step, metrics_of(skipped))
         if step in (1, 2, 4, 6, 7, 9, 11):
-            found[step] = [bad["step"] for bad in bad_steps.read()], bad_steps.in_a_row
+            found[step] = [bad["step"] for bad in bad_steps.read()], len(bad_steps.row)
     assert found == {1: ([], 0), 2: ([], 1), 4: ([], 0), 6: ([], 2), 7: ([], 0), 9: ([], 1), 11: ([9, 10, 11], 3)}
 
 

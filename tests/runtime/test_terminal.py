@@ -11,6 +11,8 @@ import subprocess
 import sys
 import termios
 import threading
+import types
+from unittest import mock
 
 import pytest
 import small
@@ -190,11 +192,15 @@ def test_a_file_has_a_line_a_minute(monkeypatch, capsys, tmp_path):
                 return True
             return bool(file.write(text) and False)
 
-        with terminal.heartbeat(file.fileno(), said.append, wait):
-            assert over.wait(600)
+        threads = types.SimpleNamespace(Thread=threading.Thread, Event=lambda: mock.Mock(wait=wait))
+        with monkeypatch.context() as patch:
+            patch.setattr(terminal, "threading", threads)
+            with terminal.heartbeat(file.fileno(), said.append):
+                assert over.wait(600)
     assert said == ["still running after 0.5 min", "still running after 1.5 min"]
     read, write = os.pipe()
-    with terminal.heartbeat(write, said.append, lambda _: pytest.fail("a pipe is watched")):
+    with terminal.heartbeat(write, said.append):
+        assert "heartbeat" not in [thread.name for thread in threading.enumerate()], "a pipe is watched"
         os.close(read)
     os.close(write)
     for each in progress(range(3), unit=" texts"):

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def test_all_differences_at_once(saved):
     ("0000000020/a", "0000000020/b", "a/zarr.json does not have the checksum"),
     ("0000000020", "0000000010", "it was saved as that of step 10"),
 ], ids=["number", "chunk of another step", "array", "whole array", "whole checkpoint"])  # fmt: skip
-def test_what_changed_places_is_found(tmp_path, place, taken_from, named):
+def test_what_changed_places_is_found(tmp_path, capsys, place, taken_from, named):
     """A chunk or an array put where another of equal shape and with a checksum of its own was, or a checkpoint under
     another step's name, is damage that verify and restore name."""
     for step in (10, 20):
@@ -175,9 +176,9 @@ def test_what_changed_places_is_found(tmp_path, place, taken_from, named):
         shutil.copytree(tmp_path / taken_from, tmp_path / place)
     else:
         shutil.copy(tmp_path / taken_from, tmp_path / place)
-    parts = f"checkpoint {tmp_path}/0000000020 is damaged: … {named}"
-    assert_refuses(parts, open_checkpoints(tmp_path).restore, shapes, 20)
     assert open_checkpoints(tmp_path).restore(shapes)[0] == 10
+    passed_over = rf"^passed over: checkpoint {tmp_path}/0000000020 is damaged: .*{named}"
+    assert re.match(passed_over, capsys.readouterr().err)
 
 
 def test_checkpoints_of_earlier_programs(saved, capsys):
@@ -252,7 +253,7 @@ def test_published_with_a_missing_or_damaged_chunk(tmp_path):
     file = tmp_path / "0000000020" / "weightsembed" / "2.1"
     content = file.read_bytes()
     file.write_bytes(content[:40])
-    with pytest.raises(RunError, match=r"weightsembed/2.1 has 40 bytes .* 116"):
+    with pytest.raises(RunError, match=r"weightsembed/2.1 cannot be decoded \(ValueError: it has 40 bytes .* 116"):
         restore(tmp_path)
     file.write_bytes(b"\xff" * 12 + content[12:])
     with pytest.raises(RunError, match=r"weightsembed/2.1 cannot be decoded \(ValueError: it unpacks"):

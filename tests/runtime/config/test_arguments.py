@@ -68,7 +68,6 @@ def test_what_arguments_mean(arguments, expected):
     (["names=[a"], "command line: names=[a cannot be read: while parsing"),
     (["number=" + "9" * 5000], "command line: number=" + "9" * 100 + " cannot be read: Exceeds the limit"),
     (["show", "a", "what=diff"], "command line: what is given twice … what=... … the word show"),
-    (["show", "a", "what.key=1"], "command line: … no key what.key: what is show"),
     (["drop"], 'command line: what = "drop": expected show or diff'),
     (["yes=1", "number=1.5"], "2 problems in the configuration command line: number = 1.5: expected "),
 ])  # fmt: skip

@@ -51,21 +51,20 @@ def test_the_same_from_an_object_store(object_store, tmp_path, monkeypatch):
     ("object_store", "encoded_tokens", 2, True, "512 to 768"),
 ])  # fmt: skip
 def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packing, tokens, monkeypatch):
-    """A chunk's file that is missing, empty, cut short or longer is an error that names the array, the tokens and the
-    file."""
+    """A chunk's file that is missing, empty, cut short or longer is an error that names the array and the tokens."""
     read_from_chunks(monkeypatch)
     path = write(f"{request.getfixturevalue('object_store')}/data" if place == "object_store" else tmp_path / "data")
     file = f"{path}/train/{name}/c/{chunk}"
     with fsspec.open(file, "rb") as stored:
         whole = stored.read()
-    where = f"{name} of {path}/train from {tokens} (the file train/{name}/c/{chunk}"
+    where = f"{name} of {path}/train from {tokens}"
     for damaged in (b"", whole[:10], whole[:-1], whole + b"x") if place == "disk" else (whole[:-1],):
         with fsspec.open(file, "wb") as stored:
             stored.write(damaged)
-        assert_refuses(f"{where} has {len(damaged)} bytes … {DAMAGED}", load_all, path, packing)
+        assert_refuses(f"{where} … checksum do not match … {DAMAGED}", load_all, path, packing)
     files, inside = fsspec.url_to_fs(file)
     files.rm(inside)
-    assert_refuses(f"{where} is missing … {DAMAGED}", load_all, path, packing)
+    assert_refuses(f"{where} (the file train/{name}/c/{chunk} is missing … {DAMAGED}", load_all, path, packing)
 
 
 @pytest.mark.parametrize("place", ["tmp_path", "object_store"])
@@ -82,8 +81,8 @@ def test_flipped_bits(request, place, monkeypatch):
         damaged[bit // 8] ^= 1 << bit % 8
         with fsspec.open(file, "wb") as stored:
             stored.write(bytes(damaged))
-        place = "from 256 to 512 (the file train/encoded_tokens/c/1"
-        assert_refuses(f"encoded_tokens of {path}/train {place} … {DAMAGED}", load_all, path)
+        where = f"encoded_tokens of {path}/train from 256 to 512"
+        assert_refuses(f"{where} … checksum do not match … {DAMAGED}", load_all, path)
 
 
 def test_a_pipe(tmp_path, monkeypatch):

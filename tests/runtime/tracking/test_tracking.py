@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 from parts import says
 
+from runtime.files import flat
 from runtime.run import InFlight, Run
 from runtime.terminal import print_line
 from runtime.tracking import metrics as tracking
 from runtime.tracking.metrics import Tracker, memory
-from runtime.tracking.recorded import flattened
 
 
 def open_tracker(folder, **changed) -> Tracker:
@@ -275,9 +275,9 @@ def test_nested_metrics_have_flat_names():
     """Mappings and dataclasses are flattened at any depth, in order; keys of a configuration too, where a list is a
     value."""
     by_key = {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
-    assert flattened({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}, separator=".") == by_key
+    assert flat({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}) == by_key
     nested = {"loss": 1.0, "b": dataclasses.make_dataclass("Metrics", ["loss", "norm"])(2.0, {"w_q": 4.0}), "a": 5}
-    assert list(flattened(nested).items()) == [("loss", 1.0), ("b/loss", 2.0), ("b/norm/w_q", 4.0), ("a", 5)]
+    assert list(flat(nested, separator="/").items()) == [("loss", 1.0), ("b/loss", 2.0), ("b/norm/w_q", 4.0), ("a", 5)]
 
 
 def test_perplexity_and_bits_per_byte(tmp_path):
