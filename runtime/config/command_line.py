@@ -99,7 +99,8 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
                 main(read(config_class, arguments), *others)
         if output_is_failing():  # what it took may be a part of the result
             leave(1)
-        sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
+        if sys.stdout:  # None where it was closed
+            sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
         leave(141)
     except refusals() as error:
