@@ -1,5 +1,5 @@
-"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped,
-what a scan's operands are, how an array lies in memory, how a jaxpr is run."""
+"""The one place that knows JAX's young API: which mesh is current, over which of its axes code is mapped, how a step is
+mapped, what a scan's operands are, how an array lies in memory, how a jaxpr is run."""
 
 import math
 import warnings
@@ -9,6 +9,8 @@ from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardlib.proof import marks
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
@@ -30,10 +32,18 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     return None if resources is None or resources.env.physical_mesh.empty else resources.env.physical_mesh
 
 
-def manual_axes() -> dict[str, int]:
-    """Name and size of each mesh axis that the code being traced is mapped over by `shard_map`, in the mesh's order."""
+def all_mapped_axes() -> dict[str, int]:
+    """Name and size of each mesh axis that the code being traced is mapped over, in the mesh's order; empty outside of
+    `shard_map`."""
+    if (check := marks.current()) is not None:
+        return check.axes
     mesh = jax.sharding.get_abstract_mesh()
     return {name: size for name, size in mesh.shape.items() if name in mesh.manual_axes}
+
+
+def mapped_axes() -> dict[str, int]:
+    """The same, but for the axes of `shardops.each` around it."""
+    return {name: size for name, size in all_mapped_axes().items() if name not in marks.axes_of_each()}
 
 
 def make_mesh(shape: dict[str, int], devices=None) -> Mesh:

@@ -5,10 +5,10 @@ import inspect
 
 import jax
 
-from shardlib.mesh import current_mesh, shard_map
+from shardlib.mesh import all_mapped_axes, current_mesh, shard_map
 from shardlib.places import users_line
 from shardlib.proof.verify import trace_as_it_runs, verify
-from shardlib.shardtypes import Scope, all_mapped_axes, check_tree, make_partition_specs, map_type, mesh_text
+from shardlib.shardtypes import Scope, check_tree, make_partition_specs, map_type, mesh_text
 from shardlib.spec import ShardingError, Spec, located
 from shardlib.typed import refuse_unread, typed
 

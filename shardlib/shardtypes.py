@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardlib.mesh import current_mesh, manual_axes, place
+from shardlib.mesh import all_mapped_axes, current_mesh, mapped_axes, place
 from shardlib.places import users_line
 from shardlib.proof import marks
 from shardlib.proof.states import State, require
@@ -56,31 +56,6 @@ def scope(function):
             return function(*args, **kwargs)
 
     return scoped
-
-
-def mapped_axes() -> dict[str, int]:
-    """The mesh axes, name to size, over which the code being traced is mapped, but for those of `shardops.each` around
-    it; empty outside of shard_map."""
-    return {name: size for name, size in all_mapped_axes().items() if name not in marks.axes_of_each()}
-
-
-def all_mapped_axes() -> dict[str, int]:
-    """All mesh axes of `mapped_axes`, and those of `shardops.each`."""
-    check = marks.current()
-    return manual_axes() if check is None else check.axes
-
-
-def part_of(whole: int, dim: Dim, axes: dict[str, int]):
-    """The size of a device's part of a dim; in the check a symbol, unless the dim counts devices."""
-    check = marks.marking()
-    return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
-
-
-def on_this_mesh(shape) -> list[int]:
-    """The shape of a value on a device of the user's mesh, where the check has symbols as sizes."""
-    if (check := marks.marking()) is None:
-        return list(shape)
-    return list(map(check.parts.on_mesh, shape))
 
 
 def mesh_text(axes: dict[str, int]) -> str:
@@ -455,7 +430,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
 
 
 def _against(dtype, spec, value, what, whole_on) -> str:
-    shape = f"{value.dtype}{on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    shape = f"{value.dtype}{marks.on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
     axes, where = (all_mapped_axes(), "on each device") if whole_on is None else (whole_on, "globally")
     if not axes:
         mesh, where = current_mesh(), "globally"

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 
 from shardlib.places import users_line
 from shardlib.proof.parts import Parts
+from shardlib.spec import Dim, parts
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ def marking() -> Check | None:
     """The check, if operations and annotations are to be marked."""
     check = _current.get()
     return check if check is not None and check.parts is not None else None
+
+
+def part_of(whole: int, dim: Dim, axes: dict[str, int]):
+    """The size of a device's part of a dim; in the check a symbol, unless the dim counts devices."""
+    check = marking()
+    return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
+
+
+def on_this_mesh(shape) -> list[int]:
+    """The shape of a value on a device of the user's mesh, where the check has symbols as sizes."""
+    if (check := marking()) is None:
+        return list(shape)
+    return list(map(check.parts.on_mesh, shape))
 
 
 _mark = Primitive("shardlib_mark")
