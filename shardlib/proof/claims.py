@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.mesh import all_mapped_axes, mapped_axes
-from shardlib.places import unbound, users_line
+from shardlib.places import users_line
 from shardlib.proof import marks
+from shardlib.proof.frames import unbound
 from shardlib.proof.parts import Count, is_part, shown
 from shardlib.proof.rules import sums_stay_sums
 from shardlib.proof.states import State, dual, require, require_dual

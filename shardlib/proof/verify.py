@@ -21,7 +21,7 @@ import jax
 from jax.errors import InconclusiveDimensionOperation
 
 from shardlib.mesh import trace_with_axes
-from shardlib.places import line_of, unbound
+from shardlib.proof.frames import line_of, unbound
 from shardlib.proof.marks import Check, during
 from shardlib.proof.parts import NUMBER, Parts, guarded, shown
 from shardlib.proof.states import State

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.mesh import function_of, scan_counts, trace_with_axes
-from shardlib.places import is_users, spoken_name
+from shardlib.places import is_users
+from shardlib.proof.frames import spoken_name
 from shardlib.proof.marks import Check, Mark, during, mark_of
 from shardlib.proof.parts import is_part, shown
 from shardlib.proof.rules import Equation, apply
