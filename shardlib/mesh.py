@@ -1,5 +1,5 @@
-"""The one place that knows JAX's young API: which mesh is current, over which of its axes code is mapped, how a step is
-mapped, what a scan's operands are, how an array lies in memory, how a jaxpr is run."""
+"""The one place that knows JAX's young API of meshes: which one is current, over which of its axes code is mapped, how
+a step is mapped, how an array lies in memory."""
 
 import math
 import warnings
@@ -7,7 +7,6 @@ import warnings
 import jax
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.proof import marks
@@ -73,24 +72,3 @@ def place(mesh, specs):
 def row_major(x):
     """`x`, whose elements the compiled program lays out by the first dim, then the second, and so on."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def trace_with_axes(f, axes: dict[str, int], *args):
-    """The jaxpr of `f` for shapes local to a device, with the axes' names and sizes but no mesh and no device."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
-
-
-def scan_counts(params: dict) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many after them its carry: jax 0.10 and 0.11 differ."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
-def function_of(eqn, jaxpr):
-    """One equation, which calls this jaxpr, as a function of its operands but literals to the list of its results."""
-    operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
-    alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(eqn.outvars), eqns=[eqn])
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))

@@ -20,8 +20,8 @@ import re
 import jax
 from jax.errors import InconclusiveDimensionOperation
 
-from shardlib.mesh import trace_with_axes
 from shardlib.proof.frames import line_of, unbound
+from shardlib.proof.jaxprs import trace_with_axes
 from shardlib.proof.marks import Check, during
 from shardlib.proof.parts import NUMBER, Parts, guarded, shown
 from shardlib.proof.states import State
