@@ -7,10 +7,10 @@ import jax
 
 from shardlib.mesh import all_mapped_axes, current_mesh, shard_map
 from shardlib.places import users_line
-from shardlib.proof.verify import trace_as_it_runs, verify
+from shardlib.proof.verify import verify
 from shardlib.shardtypes import Scope, check_tree, make_partition_specs, map_type, mesh_text
 from shardlib.spec import ShardingError, Spec, located
-from shardlib.typed import refuse_unread, typed
+from shardlib.typed import annotations_read, typed
 
 
 class typed_shard_map:
@@ -59,16 +59,10 @@ class typed_shard_map:
 
         Returns the number of claims that were proved. Nothing runs and no device is used.
         """
-        axes = dict(mesh.shape)
         names, types, values = self._bind(args, kwargs)
         in_specs = self._global(mesh, names, types, values)
-
-        arguments = functools.partial(self._body, names, types), axes, values, in_specs
-        proved, functions, gradients = verify(*arguments)
-        if gradients:
-            trace_as_it_runs(*arguments, where=self._place)
-        refuse_unread(functions)
-        return proved
+        body = functools.partial(self._body, names, types)
+        return verify(body, dict(mesh.shape), values, in_specs, self._place, annotations_read)
 
     def _global(self, mesh, names, types, values) -> list[Spec]:
         """Checks the arguments' global shapes and all types' spelling; returns the types of the arguments' leaves."""
