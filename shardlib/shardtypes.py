@@ -29,8 +29,7 @@ from jax.sharding import NamedSharding
 
 from shardlib.mesh import all_mapped_axes, current_mesh, mapped_axes, place
 from shardlib.places import users_line
-from shardlib.proof import marks
-from shardlib.proof.states import State, require
+from shardlib.proof import claims, marks
 from shardlib.spec import Dim, ShardingError, Spec, as_text, located, parse, parts
 
 # -- Letters -----------------------------------------------------------------------------------------------------------
@@ -78,33 +77,19 @@ def bind(
         size that an axis does not divide, a dim with an axis' name and another size.
     """
     spec.require_mesh_order(axes)
-    dims = spec.dims
-    if dims and dims[0].name == "...":
-        dims = (Dim("..."),) * (len(shape) - len(dims) + 1) + dims[1:]
+    dims = (Dim("..."),) * len(shape) if spec.names == ("...",) else spec.dims
     if len(dims) != len(shape):
         raise ShardingError(f"'{spec}' has {len(spec.dims)} dims, the value has {len(shape)}")
-    whole, check = [], marks.marking() if local else None
+    whole = []
     for dim, size in zip(dims, shape):
-        if not local and dim.name not in axes:
+        if local:
+            size = marks.whole_of(size, dim, axes, spec)
+        elif dim.name not in axes:
             require_divisible(dim, size, axes)
-        if check is not None and dim.name not in axes:
-            if dim.name != "..." and (lies := check.parts.axes(size)) != dim.axes:
-                raise ShardingError(_lies_otherwise(spec, dim, lies))
-            size = check.parts.whole(size)
-        elif local:
-            size *= parts(dim, axes)
         whole.append(size)
         if dim.name != "...":
             remember(dim, size, axes, letters, str(spec))
     return tuple(whole)
-
-
-def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
-    said, true = str(dim).strip("[]"), "/".join((dim.name, *lies))
-    if not lies:
-        return f"'{spec}' says {said}, but that dim is whole in the value: write {true} (slice makes {said} of it)"
-    gather = "" if set(lies) <= set(dim.axes) else ", or a gather was forgotten"
-    return f"'{spec}' says {said}, but that dim is split over {'/'.join(lies)} in the value: write {true}{gather}"
 
 
 def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str):
@@ -421,12 +406,8 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     if whole_on is not None or marks.marking() is None:
         return value
 
-    def rule(states):
-        require(spec, states[0])
-        return [State.of(spec)]
-
     where = f"  {_against(dtype, spec, value, what, None)}\n  at {users_line()}"
-    return marks.mark((what, repr(dtype), str(spec)), rule, value, value, where=where)
+    return claims.annotation((what, repr(dtype), str(spec)), spec, value, where)
 
 
 def _against(dtype, spec, value, what, whole_on) -> str:

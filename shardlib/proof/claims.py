@@ -1,4 +1,5 @@
-"""What the check makes of an operation of `shardops.py`: a mark whose rule says how it changes states, or a refusal."""
+"""What the check makes of an operation of `shardops.py` or an annotation: a mark whose rule says how it changes states,
+or a refusal."""
 
 import contextlib
 import dataclasses
@@ -102,6 +103,16 @@ def divided(x, count: Count):
         return [dataclasses.replace(state, pending=state.pending | axes, zero=False)]
 
     return marks.mark(("axis_size", count.axes, count.factor), rule, jax.eval_shape(lambda x: x / 1, x), x)
+
+
+def annotation(said, spec: Spec, value, where: str):
+    """Marks an annotation: the value in the trace, which is of that type from there on."""
+
+    def rule(states):
+        require(spec, states[0])
+        return [State.of(spec)]
+
+    return marks.mark(said, rule, value, value, where=where)
 
 
 # -- Values of one device each -----------------------------------------------------------------------------------------
