@@ -38,7 +38,6 @@ from shardlib.proof import claims, marks
 from shardlib.proof.parts import Count
 from shardlib.proof.states import State, require
 from shardlib.shardtypes import (
-    DType,
     StandIn,
     bind,
     known_size,
@@ -306,10 +305,6 @@ def _scatter(x, names, position: int):
     return lax.psum_scatter(row_major(jnp.moveaxis(parts, position, 0)), names)
 
 
-def _element(dtype):
-    return dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
-
-
 def axis_size(name: str) -> int:
     """The number of devices along a mesh axis, or along all axes of a group. Raises `ShardingError` for an axis that
     the mesh lacks, or outside of shard_map."""
@@ -351,7 +346,7 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
     options = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=sent_as)
     if isinstance(x, StandIn):
         return x.map(lambda values: all_gather(spec, values, **{**options, "sent_as": sent_as or x.sent_as}))
-    return operate(_all_gather, spec, (x,), options, dtype=_element(dtype or jnp.result_type(x)))
+    return operate(_all_gather, spec, (x,), options, dtype=dtype)
 
 
 def _all_gather(recipe, axes):
@@ -359,8 +354,8 @@ def _all_gather(recipe, axes):
     sent = _sent(gathered, axes)
 
     def run(x, dtype, reduce_dtype, sent_as):
-        held, out = x.dtype, _element(dtype or x.dtype)
-        wire, reduced = _element(sent_as or out), _element(reduce_dtype or out)
+        held, out = x.dtype, jnp.dtype(dtype or x.dtype)
+        wire, reduced = jnp.dtype(sent_as or out), jnp.dtype(reduce_dtype or out)
 
         def gather(x):
             x = x.astype(wire)
@@ -840,7 +835,7 @@ def pending(recipe, axes):
 def zeros(spec: str | bytes, dtype, **sizes: int):
     """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the
     whole: zeros('M/d', f32, M=512)."""
-    return operate(_zeros, spec, (), dict(dtype=_element(dtype)), sizes=sizes, dtype=_element(dtype))
+    return operate(_zeros, spec, (), dict(dtype=jnp.dtype(dtype)), sizes=sizes, dtype=dtype)
 
 
 def _zeros(recipe, axes):

@@ -48,13 +48,7 @@ def Scope():
 
 def scope(function):
     """Gives each call of the function fresh letters."""
-
-    @functools.wraps(function)
-    def scoped(*args, **kwargs):
-        with Scope():
-            return function(*args, **kwargs)
-
-    return scoped
+    return Scope()(function)
 
 
 def mesh_text(axes: dict[str, int]) -> str:
@@ -137,7 +131,7 @@ def _parse_type(text: str | bytes) -> Spec:
 
 # -- Array types -------------------------------------------------------------------------------------------------------
 class DType:
-    """An element type; `f32['B/d L']` (or `f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
+    """An element type, also for `jnp.dtype`; `f32['B/d L']` (`f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
 
     def __init__(self, name: str, dtype):
         self.name, self.dtype = name, jnp.dtype(dtype)
@@ -394,8 +388,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     with located(lambda: f"  {_against(dtype, spec, value, what, whole_on)}\n  at {users_line()}"):
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
             raise ShardingError(f"expected an array, got {type(value).__name__}")
-        wanted = dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
-        if value.dtype != wanted:
+        if value.dtype != jnp.dtype(dtype):
             raise ShardingError(f"the element type is {value.dtype}")
         if whole_on is not None:
             _check_whole(spec, value, whole_on)
