@@ -44,14 +44,11 @@ class typed_shard_map:
         if mesh is None:
             what = f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`"
             raise ShardingError(f"{what}\n  at {users_line()}")
-        names, types, values = self._bind(args, kwargs)
-        self._global(mesh, names, types, values)
+        body, types, values = self._bind(mesh, args, kwargs)
         if self.checked:
             self.check(mesh, *args, **kwargs)
-        body = functools.partial(self._body, names, types)
-        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(
-            *values
-        )
+        in_specs, out_specs = tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type)
+        return shard_map(body, mesh, in_specs, out_specs)(*values)
 
     def check(self, mesh, *args, **kwargs) -> int:
         """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may
@@ -59,26 +56,9 @@ class typed_shard_map:
 
         Returns the number of claims that were proved. Nothing runs and no device is used.
         """
-        names, types, values = self._bind(args, kwargs)
-        in_specs = self._global(mesh, names, types, values)
-        body = functools.partial(self._body, names, types)
+        body, types, values = self._bind(mesh, args, kwargs)
+        in_specs = [spec for type_ in types for spec in _specs(type_)]
         return verify(body, dict(mesh.shape), values, in_specs, self._place, annotations_read)
-
-    def _global(self, mesh, names, types, values) -> list[Spec]:
-        """Checks the arguments' global shapes and all types' spelling; returns the types of the arguments' leaves."""
-        axes = dict(mesh.shape)
-        with Scope():
-            for name, type_, value in zip(names, types, values):
-                what = f"argument {name} of {self.name}"
-                check_tree(type_, value, what=what, whole_on=axes)
-                if len(jax.tree.leaves(map_type(lambda array: array.spec, type_))) != len(jax.tree.leaves(value)):
-                    text = f"{what} stands for a matrix with several arrays, and its type says how one lies"
-                    fix = "pass the arrays, and make the products.Adapted or Quantized inside"
-                    raise ShardingError(f"{text}\n  fix: {fix}\n  at {users_line()}")
-        with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
-            for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type)):
-                spec.partition_spec, spec.require_mesh_order(axes)
-        return jax.tree.leaves([map_type(lambda array: array.spec, type_) for type_ in types])
 
     @property
     def name(self) -> str:
@@ -100,7 +80,9 @@ class typed_shard_map:
             raise ShardingError(f"typed_shard_map needs a return annotation on {self.name}")
         return result
 
-    def _bind(self, args, kwargs):
+    def _bind(self, mesh, args, kwargs):
+        """The function of what one device holds, the arguments' types, and the arguments; checks their global shapes
+        and all types' spelling."""
         arguments = self.signature.bind(*args, **kwargs).arguments
         for name in arguments:
             parameter = self.signature.parameters[name]
@@ -108,18 +90,34 @@ class typed_shard_map:
                 raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
             if parameter.annotation is parameter.empty:
                 raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
-        types = [self.signature.parameters[name].annotation for name in arguments]
-        return list(arguments), types, list(arguments.values())
-
-    def _body(self, names, types, *args):
+        types, axes = {name: self.signature.parameters[name].annotation for name in arguments}, dict(mesh.shape)
         with Scope():
-            args = [
-                check_tree(type_, value, what=f"argument {name} of {self.name}")
-                for name, type_, value in zip(names, types, args)
-            ]
-            bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
+            for name, value in arguments.items():
+                what = f"argument {name} of {self.name}"
+                check_tree(types[name], value, what=what, whole_on=axes)
+                if len(_specs(types[name])) != len(jax.tree.leaves(value)):
+                    text = f"{what} stands for a matrix with several arrays, and its type says how one lies"
+                    fix = "pass the arrays, and make the products.Adapted or Quantized inside"
+                    raise ShardingError(f"{text}\n  fix: {fix}\n  at {users_line()}")
+        with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
+            for spec in _specs(self._result_type):
+                spec.partition_spec, spec.require_mesh_order(axes)
+        return functools.partial(self._body, types), list(types.values()), list(arguments.values())
+
+    def _body(self, types, *args):
+        with Scope():
+            args = {
+                name: check_tree(type_, value, what=f"argument {name} of {self.name}")
+                for (name, type_), value in zip(types.items(), args)
+            }
+            bound = inspect.BoundArguments(self.signature, args)
             result = self.function(*bound.args, **bound.kwargs)
             return check_tree(self._result_type, result, what=f"the result of {self.name} ({self._place})")
+
+
+def _specs(type_) -> list[Spec]:
+    """The types of the leaves."""
+    return jax.tree.leaves(map_type(lambda array: array.spec, type_))
 
 
 def _read(function):
