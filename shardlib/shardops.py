@@ -4,13 +4,10 @@
     y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', x, w)        # sends nothing: still a sum over t
     y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)                      # takes the sum, keeps a part
 
-Call them inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). A dim that is named like a mesh axis
-counts that axis' devices: 'c/c' has one element on each. Each operation raises `ShardingError` if its string is not one
-for it or contradicts the operands' sizes and, in the check, if an operand does not lie as the string says. The message
-has the corrected string where one is likely, the line, the string, local and global shapes and the mesh.
-
-The gradient's type is the value's with *same* and *pending* exchanged, so the backward pass sends, line by line:
-all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reverses, the others nothing.
+docs/notation.md has the table of all, with what the gradient of each sends. Call them inside `typed_shard_map` (or
+`jax.shard_map(..., check_vma=False)`). Each operation raises `ShardingError` if its string is not one for it or
+contradicts the operands' sizes and, in the check, if an operand does not lie as the string says. The message has the
+corrected string where one is likely, the line, the string, local and global shapes and the mesh.
 
 "Sends" below says how many bytes leave one device, for an axis of n devices and x bytes on each device before the
 operation. An operation without that line sends nothing.
@@ -389,22 +386,20 @@ def pmax(recipe, axes):
     NaN: XLA's all-reduce may lose one (seen on the CPU, jaxlib 0.10.2); any('... -> ', jnp.isnan(x)) finds it.
     Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes; nothing if the dims that it lacks are whole.
     """
-    largest = _largest(recipe, axes, jnp.max)
+    largest, spec = _largest(recipe, axes, jnp.max), f"{recipe.operands[0]} -> {recipe.result}"
 
     def run(x):
-        return largest.run(_undifferentiated(f"{recipe.operands[0]} -> {recipe.result}", users_line(), x))
+        line = users_line()
+
+        def refuse(primals, tangents):
+            what = "pmax has no gradient: pass it lax.stop_gradient(x)"
+            raise ShardingError(f"{what}\n  at {line} in shardops.pmax('{spec}')")
+
+        undifferentiated = jax.custom_jvp(lambda x: x)
+        undifferentiated.defjvp(refuse)
+        return largest.run(undifferentiated(x))
 
     return Plan(run, largest.moves, dtype=_with_an_order)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _undifferentiated(spec, line, x):
-    return x
-
-
-@_undifferentiated.defjvp
-def _refuse_gradient(spec, line, primals, tangents):
-    raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  at {line} in shardops.pmax('{spec}')")
 
 
 def _with_an_order(dtype):
@@ -915,9 +910,8 @@ def each(axis: str, function, *trees):
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
 def vjp(function, *args):
-    """`jax.vjp`: the result, and a function from its cotangent to the arguments' gradients. What is differentiated is
-    the sum over all devices, so a cotangent has the result's type with same and pending exchanged, and a gradient that
-    of its argument: of 'B/d M' on axes d, t it is 'B/d M +t'.
+    """`jax.vjp`: the result, and a function from its cotangent to the arguments' gradients. Each has the type of its
+    value with same and pending exchanged: for 'B/d M' on axes d, t it is 'B/d M +t'.
 
         y, pull = shardops.vjp(stage, w, x)
         gradient_of_w, gradient_of_x = pull(gradient_of_y)
@@ -936,11 +930,8 @@ def _vjp(name, function, args, has_aux=False):
 
 
 def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
-    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over
-    all devices.
-
-    Each gradient has its weight's type with same and pending exchanged: that of a weight 'M' (the same over d and t) is
-    'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
+    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t'. Each gradient has the type of its
+    weight with same and pending exchanged, as of `vjp`.
 
     Raises:
       ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would

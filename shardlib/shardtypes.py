@@ -1,15 +1,5 @@
-"""Types with sharding: `f32['B/d L M/t']`, pytrees of them, and their check against values.
-
-@pytree_dataclass
-class Layer:
-    w_up: f32['M/d F/t']
-
-@pytree_dataclass
-class Weights:
-    embed: f32['V/t M/d']
-    layers: Array['layers', Layer]      # every field with a leading dim
-
-make_shardings(Weights)                 # the same tree of NamedSharding on the current mesh
+"""Types with sharding: `f32['B/d L M/t']`, pytrees of them (docs/notation.md has examples), and their check against
+values.
 
 Letters are sizes: within one scope (a call of a `typed` function, `with Scope():`, `@scope`) a letter is one global
 size.
@@ -193,7 +183,7 @@ bool_ = DType("bool_", jnp.bool_)
 
 @dataclasses.dataclass(frozen=True)
 class Stacked(_Annotation):
-    """`Array['layers', Layer]`: a pytree type with leading dims added to every field."""
+    """What `Array['layers', Layer]` is."""
 
     dims: tuple[Dim, ...]
     cls: typing.Any
