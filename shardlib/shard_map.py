@@ -35,6 +35,10 @@ class typed_shard_map:
         self.function, self.checked = _read(function), check
         functools.update_wrapper(self, function)
         self.signature = inspect.signature(function, eval_str=True)
+        function = function.func if isinstance(function, functools.partial) else function
+        self.name = getattr(function, "__name__", "the function")
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.place = f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
 
     def __call__(self, *args, **kwargs):
         if all_mapped_axes():
@@ -58,20 +62,7 @@ class typed_shard_map:
         """
         body, types, values = self._bind(mesh, args, kwargs)
         in_specs = [spec for type_ in types for spec in _specs(type_)]
-        return verify(body, dict(mesh.shape), values, in_specs, self._place, annotations_read)
-
-    @property
-    def name(self) -> str:
-        return getattr(self._unwrapped, "__name__", "the function")
-
-    @property
-    def _unwrapped(self):
-        return self.function.func if isinstance(self.function, functools.partial) else self.function
-
-    @property
-    def _place(self) -> str:
-        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
+        return verify(body, dict(mesh.shape), values, in_specs, self.place, annotations_read)
 
     @property
     def _result_type(self):
@@ -112,7 +103,7 @@ class typed_shard_map:
             }
             bound = inspect.BoundArguments(self.signature, args)
             result = self.function(*bound.args, **bound.kwargs)
-            return check_tree(self._result_type, result, what=f"the result of {self.name} ({self._place})")
+            return check_tree(self._result_type, result, what=f"the result of {self.name} ({self.place})")
 
 
 def _specs(type_) -> list[Spec]:

@@ -32,7 +32,6 @@ from jax import lax
 from shardlib.mesh import all_mapped_axes, mapped_axes, row_major
 from shardlib.places import users_line
 from shardlib.proof import claims, marks
-from shardlib.proof.parts import Count
 from shardlib.proof.states import State, require
 from shardlib.shardtypes import (
     StandIn,
@@ -305,9 +304,9 @@ def _scatter(x, names, position: int):
 def axis_size(name: str) -> int:
     """The number of devices along a mesh axis, or along all axes of a group. Raises `ShardingError` for an axis that
     the mesh lacks, or outside of shard_map."""
-    axes, names, check = mapped_axes(), expanded([name]), marks.current()
+    names = expanded([name])
     _require_axes(name, names)
-    return math.prod(map(axes.get, names)) if marks.marking() is None else Count(check.parts, names, claims.divided)
+    return claims.count(names) if marks.marking() else math.prod(mapped_axes()[axis] for axis in names)
 
 
 def _require_axes(name: str, axes):

@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import inspect
 import types
 import typing
 
@@ -215,12 +214,10 @@ def pytree_dataclass(cls):
 @functools.cache
 def fields(cls) -> dict[str, typing.Any]:
     """Field names and types of a `pytree_dataclass`, also where annotations are strings."""
-    said = {}
-    for base in reversed(cls.__mro__):
-        try:
-            said |= inspect.get_annotations(base, eval_str=True)
-        except NameError as error:
-            raise ShardingError(f"a field's type in {cls.__name__} cannot be read: {error}") from None
+    try:
+        said = typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise ShardingError(f"a field's type in {cls.__name__} cannot be read: {error}") from None
     return {field.name: said[field.name] for field in dataclasses.fields(cls)}
 
 

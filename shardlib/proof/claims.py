@@ -86,7 +86,12 @@ def _sealed(run, operands):
         raise ShardingError(f"{what}: write the transfer as an operation with a string") from error
 
 
-def divided(x, count: Count):
+def count(axes: tuple[str, ...]) -> Count:
+    """The number of devices along these axes, of which the check knows no value."""
+    return Count(marks.current().parts, axes, _divided)
+
+
+def _divided(x, count: Count):
     """x over a number of devices, where x is the same along these axes: a term of a sum over them."""
     axes = frozenset(count.axes)
 

@@ -1,9 +1,9 @@
 """The check: that each value lies on the mesh as its type says, proved on the program's jaxpr before a device is used.
 
 The function is traced abstractly, once, for what one device holds; docs/notation.md says what is proved. In that trace
-each operation of shardops and each annotation is a *mark*, whose rule says, from the types of what goes in, what comes
-out, or refuses. A walk over the jaxpr carries each value's state (`states.py`), through marks and, between them,
-ordinary JAX (`rules.py`).
+each operation of shardops and each annotation is a *mark* (`claims.py`), whose rule says, from the types of what goes
+in, what comes out, or refuses. A walk over the jaxpr carries each value's state (`states.py`), through marks and,
+between them, ordinary JAX (`rules.py`).
 
 The verdict does not depend on the mesh: what a device holds of a split dim has no number for its size but a symbol
 (`parts.py`), and the mesh's axes are not bound, so that nothing but a mark sends, or knows how many devices there are.
