@@ -26,7 +26,8 @@ import train
 from models.dropout import mixed, random_bits
 from runtime.config.keys import Count, Decay, Momentum, NotNegative, Steps
 from shardlib import shardops
-from shardlib.shardtypes import ArrayType, DType, f32, map_type, mapped_axes, pytree_dataclass, scope, u32
+from shardlib.mesh import mapped_axes
+from shardlib.shardtypes import ArrayType, DType, f32, map_type, pytree_dataclass, scope, u32
 from shardlib.spec import Dim, Spec
 from shardlib.typed import typed
 

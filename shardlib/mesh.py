@@ -1,5 +1,5 @@
-"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped,
-what a scan's operands are, how an array lies in memory, how a jaxpr is run."""
+"""The one place that knows JAX's young API of meshes: which one is current, over which of its axes code is mapped, how
+a step is mapped, how an array lies in memory."""
 
 import math
 import warnings
@@ -7,8 +7,9 @@ import warnings
 import jax
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardlib.proof import marks
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
@@ -30,10 +31,18 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     return None if resources is None or resources.env.physical_mesh.empty else resources.env.physical_mesh
 
 
-def manual_axes() -> dict[str, int]:
-    """Name and size of each mesh axis that the code being traced is mapped over by `shard_map`, in the mesh's order."""
+def all_mapped_axes() -> dict[str, int]:
+    """Name and size of each mesh axis that the code being traced is mapped over, in the mesh's order; empty outside of
+    `shard_map`."""
+    if (check := marks.current()) is not None:
+        return check.axes
     mesh = jax.sharding.get_abstract_mesh()
     return {name: size for name, size in mesh.shape.items() if name in mesh.manual_axes}
+
+
+def mapped_axes() -> dict[str, int]:
+    """The same, but for the axes of `shardops.each` around it."""
+    return {name: size for name, size in all_mapped_axes().items() if name not in marks.axes_of_each()}
 
 
 def make_mesh(shape: dict[str, int], devices=None) -> Mesh:
@@ -63,24 +72,3 @@ def place(mesh, specs):
 def row_major(x):
     """`x`, whose elements the compiled program lays out by the first dim, then the second, and so on."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def trace_with_axes(f, axes: dict[str, int], *args):
-    """The jaxpr of `f` for shapes local to a device, with the axes' names and sizes but no mesh and no device."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
-
-
-def scan_counts(params: dict) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many after them its carry: jax 0.10 and 0.11 differ."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
-def function_of(eqn, jaxpr):
-    """One equation, which calls this jaxpr, as a function of its operands but literals to the list of its results."""
-    operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
-    alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(eqn.outvars), eqns=[eqn])
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))

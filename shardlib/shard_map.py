@@ -5,12 +5,12 @@ import inspect
 
 import jax
 
-from shardlib.mesh import current_mesh, shard_map
+from shardlib.mesh import all_mapped_axes, current_mesh, shard_map
 from shardlib.places import users_line
-from shardlib.proof.verify import trace_as_it_runs, verify
-from shardlib.shardtypes import Scope, all_mapped_axes, check_tree, make_partition_specs, map_type, mesh_text
+from shardlib.proof.verify import verify
+from shardlib.shardtypes import Scope, check_tree, make_partition_specs, map_type, mesh_text
 from shardlib.spec import ShardingError, Spec, located
-from shardlib.typed import refuse_unread, typed
+from shardlib.typed import annotations_read, typed
 
 
 class typed_shard_map:
@@ -35,6 +35,10 @@ class typed_shard_map:
         self.function, self.checked = _read(function), check
         functools.update_wrapper(self, function)
         self.signature = inspect.signature(function, eval_str=True)
+        function = function.func if isinstance(function, functools.partial) else function
+        self.name = getattr(function, "__name__", "the function")
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.place = f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
 
     def __call__(self, *args, **kwargs):
         if all_mapped_axes():
@@ -44,14 +48,11 @@ class typed_shard_map:
         if mesh is None:
             what = f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`"
             raise ShardingError(f"{what}\n  at {users_line()}")
-        names, types, values = self._bind(args, kwargs)
-        self._global(mesh, names, types, values)
+        body, types, values = self._bind(mesh, args, kwargs)
         if self.checked:
             self.check(mesh, *args, **kwargs)
-        body = functools.partial(self._body, names, types)
-        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(
-            *values
-        )
+        in_specs, out_specs = tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type)
+        return shard_map(body, mesh, in_specs, out_specs)(*values)
 
     def check(self, mesh, *args, **kwargs) -> int:
         """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may
@@ -59,45 +60,9 @@ class typed_shard_map:
 
         Returns the number of claims that were proved. Nothing runs and no device is used.
         """
-        axes = dict(mesh.shape)
-        names, types, values = self._bind(args, kwargs)
-        in_specs = self._global(mesh, names, types, values)
-
-        arguments = functools.partial(self._body, names, types), axes, values, in_specs
-        proved, functions, gradients = verify(*arguments)
-        if gradients:
-            trace_as_it_runs(*arguments, where=self._place)
-        refuse_unread(functions)
-        return proved
-
-    def _global(self, mesh, names, types, values) -> list[Spec]:
-        """Checks the arguments' global shapes and all types' spelling; returns the types of the arguments' leaves."""
-        axes = dict(mesh.shape)
-        with Scope():
-            for name, type_, value in zip(names, types, values):
-                what = f"argument {name} of {self.name}"
-                check_tree(type_, value, what=what, whole_on=axes)
-                if len(jax.tree.leaves(map_type(lambda array: array.spec, type_))) != len(jax.tree.leaves(value)):
-                    text = f"{what} stands for a matrix with several arrays, and its type says how one lies"
-                    fix = "pass the arrays, and make the products.Adapted or Quantized inside"
-                    raise ShardingError(f"{text}\n  fix: {fix}\n  at {users_line()}")
-        with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
-            for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type)):
-                spec.partition_spec, spec.require_mesh_order(axes)
-        return jax.tree.leaves([map_type(lambda array: array.spec, type_) for type_ in types])
-
-    @property
-    def name(self) -> str:
-        return getattr(self._unwrapped, "__name__", "the function")
-
-    @property
-    def _unwrapped(self):
-        return self.function.func if isinstance(self.function, functools.partial) else self.function
-
-    @property
-    def _place(self) -> str:
-        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
+        body, types, values = self._bind(mesh, args, kwargs)
+        in_specs = [spec for type_ in types for spec in _specs(type_)]
+        return verify(body, dict(mesh.shape), values, in_specs, self.place, annotations_read)
 
     @property
     def _result_type(self):
@@ -106,7 +71,9 @@ class typed_shard_map:
             raise ShardingError(f"typed_shard_map needs a return annotation on {self.name}")
         return result
 
-    def _bind(self, args, kwargs):
+    def _bind(self, mesh, args, kwargs):
+        """The function of what one device holds, the arguments' types, and the arguments; checks their global shapes
+        and all types' spelling."""
         arguments = self.signature.bind(*args, **kwargs).arguments
         for name in arguments:
             parameter = self.signature.parameters[name]
@@ -114,18 +81,34 @@ class typed_shard_map:
                 raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
             if parameter.annotation is parameter.empty:
                 raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
-        types = [self.signature.parameters[name].annotation for name in arguments]
-        return list(arguments), types, list(arguments.values())
-
-    def _body(self, names, types, *args):
+        types, axes = {name: self.signature.parameters[name].annotation for name in arguments}, dict(mesh.shape)
         with Scope():
-            args = [
-                check_tree(type_, value, what=f"argument {name} of {self.name}")
-                for name, type_, value in zip(names, types, args)
-            ]
-            bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
+            for name, value in arguments.items():
+                what = f"argument {name} of {self.name}"
+                check_tree(types[name], value, what=what, whole_on=axes)
+                if len(_specs(types[name])) != len(jax.tree.leaves(value)):
+                    text = f"{what} stands for a matrix with several arrays, and its type says how one lies"
+                    fix = "pass the arrays, and make the products.Adapted or Quantized inside"
+                    raise ShardingError(f"{text}\n  fix: {fix}\n  at {users_line()}")
+        with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
+            for spec in _specs(self._result_type):
+                spec.partition_spec, spec.require_mesh_order(axes)
+        return functools.partial(self._body, types), list(types.values()), list(arguments.values())
+
+    def _body(self, types, *args):
+        with Scope():
+            args = {
+                name: check_tree(type_, value, what=f"argument {name} of {self.name}")
+                for (name, type_), value in zip(types.items(), args)
+            }
+            bound = inspect.BoundArguments(self.signature, args)
             result = self.function(*bound.args, **bound.kwargs)
-            return check_tree(self._result_type, result, what=f"the result of {self.name} ({self._place})")
+            return check_tree(self._result_type, result, what=f"the result of {self.name} ({self.place})")
+
+
+def _specs(type_) -> list[Spec]:
+    """The types of the leaves."""
+    return jax.tree.leaves(map_type(lambda array: array.spec, type_))
 
 
 def _read(function):

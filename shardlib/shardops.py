@@ -4,13 +4,10 @@
     y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', x, w)        # sends nothing: still a sum over t
     y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)                      # takes the sum, keeps a part
 
-Call them inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). A dim that is named like a mesh axis
-counts that axis' devices: 'c/c' has one element on each. Each operation raises `ShardingError` if its string is not one
-for it or contradicts the operands' sizes and, in the check, if an operand does not lie as the string says. The message
-has the corrected string where one is likely, the line, the string, local and global shapes and the mesh.
-
-The gradient's type is the value's with *same* and *pending* exchanged, so the backward pass sends, line by line:
-all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reverses, the others nothing.
+docs/notation.md has the table of all, with what the gradient of each sends. Call them inside `typed_shard_map` (or
+`jax.shard_map(..., check_vma=False)`). Each operation raises `ShardingError` if its string is not one for it or
+contradicts the operands' sizes and, in the check, if an operand does not lie as the string says. The message has the
+corrected string where one is likely, the line, the string, local and global shapes and the mesh.
 
 "Sends" below says how many bytes leave one device, for an axis of n devices and x bytes on each device before the
 operation. An operation without that line sends nothing.
@@ -20,7 +17,6 @@ returns what runs on a device.
 """
 
 import builtins
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,23 +29,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.mesh import row_major
-from shardlib.places import unbound, users_line
-from shardlib.proof import marks
-from shardlib.proof.parts import Count, is_part, shown
-from shardlib.proof.rules import sums_stay_sums
-from shardlib.proof.states import State, dual, require, require_dual
+from shardlib.mesh import all_mapped_axes, mapped_axes, row_major
+from shardlib.places import users_line
+from shardlib.proof import claims, marks
+from shardlib.proof.states import State, require
 from shardlib.shardtypes import (
-    DType,
     StandIn,
-    all_mapped_axes,
     bind,
     known_size,
     letters_of_scope,
-    mapped_axes,
     mesh_text,
-    on_this_mesh,
-    part_of,
     remember,
     require_divisible,
 )
@@ -94,7 +83,7 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
       results: how many the string must have; None, any number.
       dtype: the result's, where the caller chooses it.
     """
-    name, axes, options, check = plan.__name__.lstrip("_"), mapped_axes(), dict(options or {}), marks.current()
+    name, axes, check = plan.__name__.lstrip("_"), mapped_axes(), marks.current()
     with located(lambda: f"  at {users_line()} in shardops.{name}"):
         text = as_text(text)
     where = functools.partial(_where, name, text, operands)
@@ -105,35 +94,17 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
         sizes = {name: _size(name, size) for name, size in (sizes or {}).items()}
         recipe, planned = _planned(plan, text, len(operands), results, tuple(axes.items()))
         shapes = _result_shapes(recipe, planned, operands, sizes, axes, text)
-    if planned.sizes:
-        options["shape"] = shapes[0]
-    if (check := marks.marking()) is None:
-        run = _declared(recipe, planned.run, where) if planned.calls else planned.run
-        return run(*operands, **options)
-
-    with located(where):
-        dtypes, sealed = [jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))], None
-        _require_meaning(recipe, planned, operands, options, dtypes[0])
+        options = {**(options or {}), **(dict(shape=shapes[0]) if planned.sizes else {})}
         if planned.calls:
-            of_one_device = _planned(plan, text, len(operands), results, tuple(dict.fromkeys(axes, 1).items()))[1]
-            run = functools.partial(of_one_device.run, **options)
-            sealed = _sealed(_declared(recipe, run, lambda: ""), operands, check.axes)
-            dtypes = [aval.dtype for aval in sealed.out_avals]
-
-    def rule(states):
-        if planned.rule is not None:
-            return planned.rule(states)
-        for spec, state in zip(recipe.operands, states):
-            require(spec, state)
-        return list(map(State.of, recipe.results))
-
-    said = plan.__name__, text, str(sealed), *(str(value) for value in options.values() if not callable(value))
-    closed_over = [value for value in sealed.consts if isinstance(value, jax.core.Tracer)] if sealed else []
-    made = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
-    made = made if len(made) > 1 else made[0]
-    moves = all_mapped_axes() if planned.needs_all else planned.moves
-    known = dict(where=where(), moves=moves, sealed=sealed, closed_over=closed_over)
-    return marks.mark(said, rule, made, *operands, **known)
+            if marks.marking():  # on one device, whose part the function gets, nothing is sent
+                alone = tuple(dict.fromkeys(axes, 1).items())
+                _, planned = _planned(plan, text, len(operands), results, alone)
+            planned = dataclasses.replace(planned, run=_declared(recipe, planned.run))
+        if not marks.marking():
+            return planned.run(*operands, **options)
+        dtype = jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))
+        made = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        return claims.operation((plan.__name__, text), recipe, planned, operands, options, made, where)
 
 
 def operation(plan):
@@ -174,7 +145,7 @@ def _numbers(x):
     if element in (jnp.int2, jnp.uint2):
         raise ShardingError(f"an operand of {element}, of which XLA sends and reduces none\n  fix: .astype(jnp.int8)")
     if 0 in jnp.shape(x):
-        raise ShardingError(f"an operand without elements, {element}{on_this_mesh(jnp.shape(x))}")
+        raise ShardingError(f"an operand without elements, {element}{marks.on_this_mesh(jnp.shape(x))}")
     return x
 
 
@@ -200,7 +171,7 @@ def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
             raise ShardingError(f"no operand and no annotation here has the size of {dim.name}\n  fix: {fix}")
         require_divisible(dim, size, axes)
         remember(dim, size, axes, letters, text)
-        return part_of(size, dim, axes)
+        return marks.part_of(size, dim, axes)
 
     return [tuple(map(held, spec.dims)) for spec in recipe.results]
 
@@ -208,7 +179,7 @@ def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
 def _where(name, text, operands) -> str:
     """The last line of an error: the user's line, the operation, what a device and the whole have, the mesh."""
     axes = all_mapped_axes()
-    shapes = [on_this_mesh(jnp.shape(operand)) for operand in operands]
+    shapes = [marks.on_this_mesh(jnp.shape(operand)) for operand in operands]
     sizes = [f"{jnp.result_type(operand)}{shape}" for operand, shape in zip(operands, shapes)]
     held = f", local {', '.join(sizes)}" if sizes else ""
     try:
@@ -220,60 +191,21 @@ def _where(name, text, operands) -> str:
     return f"  at {users_line()} in shardops.{name}('{text}'){held}, {mesh_text(axes)}"
 
 
-def _declared(recipe, run, where):
+def _declared(recipe, run):
     """`run`, which calls a function of the user's and must return what the string says."""
     specs = recipe.results
 
     def declared(*operands, **options):
         returned = run(*operands, **options)
         values = (returned,) if len(specs) == 1 else returned
-        with located(where):
-            if not isinstance(values, (tuple, list)) or len(values) != len(specs):
-                count = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
-                raise ShardingError(f"the string has {len(specs)} results, the function returned {count}")
-            for spec, value in zip(specs, values):
-                bind(spec, jnp.shape(value), mapped_axes(), letters_of_scope())
+        if not isinstance(values, (tuple, list)) or len(values) != len(specs):
+            count = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
+            raise ShardingError(f"the string has {len(specs)} results, the function returned {count}")
+        for spec, value in zip(specs, values):
+            bind(spec, jnp.shape(value), mapped_axes(), letters_of_scope())
         return returned
 
     return declared
-
-
-# -- What the check asks of an operation -------------------------------------------------------------------------------
-_ON_THE_WAY = ("sent_as", "reduce_dtype", "rounded_to")  # options that are element types
-
-
-def _require_meaning(recipe, planned, operands, options, dtype):
-    """Raises `ShardingError` where the result would depend on how many devices there are, or be no sum."""
-    for axis in mapped_axes():  # in the check the mesh's axes are not bound
-        with contextlib.suppress(NameError):
-            lax.axis_size(axis)
-            raise ShardingError(f"a jax.vmap(axis_name='{axis}') around it has the name of a mesh axis")
-    dtypes, is_sum = list(map(jnp.result_type, operands)), builtins.any(spec.pending for spec in recipe.results)
-    pending = [before for spec, before in zip(recipe.operands, dtypes) if spec.pending] + [dtype] * is_sum
-    if jnp.bool_ in pending and not planned.calls:
-        raise ShardingError("a sum of truth values is none: any, or numbers")
-    on_the_way = {name: _element(options[name]) for name in _ON_THE_WAY if options.get(name) is not None}
-    for name, other in on_the_way.items():
-        if not jnp.issubdtype(other, jnp.inexact) or (name == "sent_as" and jnp.finfo(other).bits % 8):
-            raise ShardingError(f"{name} is a float type{' of whole bytes' * (name == 'sent_as')}, not {other}")
-    for spec, before in zip(recipe.operands, dtypes):
-        is_term = spec.pending or (is_sum and jnp.issubdtype(before, jnp.inexact))
-        for after in (*on_the_way.values(), dtype) if is_term and not planned.calls else ():
-            if not sums_stay_sums(before, after):
-                raise ShardingError(f"each term of a sum, {before}, would be rounded to {after}, or wrap: reduce first")
-    if builtins.any(is_part(value) or isinstance(value, Count) for value in options.values()):
-        raise ShardingError("a number that depends on how many devices there are")
-
-
-def _sealed(run, operands, axes):
-    """The jaxpr of a user's function on one device's part, traced by itself: with no axis bound it cannot send."""
-    held = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
-    try:
-        with marks.during(marks.Check(axes, None, is_local=True)):
-            return jax.make_jaxpr(run)(*held)
-    except NameError as error:
-        what = f"a function that is local to a device sends over {unbound(error, axes)}"
-        raise ShardingError(f"{what}: write the transfer as an operation with a string") from error
 
 
 # -- What the plans share ----------------------------------------------------------------------------------------------
@@ -369,16 +301,12 @@ def _scatter(x, names, position: int):
     return lax.psum_scatter(row_major(jnp.moveaxis(parts, position, 0)), names)
 
 
-def _element(dtype):
-    return dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
-
-
 def axis_size(name: str) -> int:
     """The number of devices along a mesh axis, or along all axes of a group. Raises `ShardingError` for an axis that
     the mesh lacks, or outside of shard_map."""
-    axes, names, check = mapped_axes(), expanded([name]), marks.current()
+    names = expanded([name])
     _require_axes(name, names)
-    return math.prod(map(axes.get, names)) if marks.marking() is None else Count(check.parts, names, _divided)
+    return claims.count(names) if marks.marking() else math.prod(mapped_axes()[axis] for axis in names)
 
 
 def _require_axes(name: str, axes):
@@ -387,25 +315,6 @@ def _require_axes(name: str, axes):
     if (check := marks.current()) is not None and check.is_local:
         what = f"a function that is local to a device asks for the devices along {name}, or its index there"
         raise ShardingError(f"{what}\n  fix: pass it as an operand\n  at {users_line()}")
-
-
-def _divided(x, count: Count):
-    """x over a number of devices, where x is the same along these axes: a term of a sum over them."""
-    axes = frozenset(count.axes)
-
-    def rule(states):
-        (state,) = states
-        if state.pending and not jnp.issubdtype(x.dtype, jnp.inexact):
-            what = f"{x.dtype}, pending over {', '.join(sorted(state.pending))}, over a number of devices"
-            raise ShardingError(f"{what}: it may wrap around\n  fix: convert before the sum, or reduce it first")
-        for axis in sorted(axes):
-            if state.word(axis) != "the same" or state.sized:
-                word = "counted on one device" if state.sized else f"{state.word(axis)} along {axis}"
-                fix = f"divide by the whole's size, (x.shape[0] * shardops.axis_size('{axis}')), of a dim '/{axis}'"
-                raise ShardingError(f"what is {word} over the devices along {axis} differs by mesh\n  fix: {fix}")
-        return [dataclasses.replace(state, pending=state.pending | axes, zero=False)]
-
-    return marks.mark(("axis_size", count.axes, count.factor), rule, jax.eval_shape(lambda x: x / 1, x), x)
 
 
 def index(name: str):
@@ -433,7 +342,7 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
     options = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=sent_as)
     if isinstance(x, StandIn):
         return x.map(lambda values: all_gather(spec, values, **{**options, "sent_as": sent_as or x.sent_as}))
-    return operate(_all_gather, spec, (x,), options, dtype=_element(dtype or jnp.result_type(x)))
+    return operate(_all_gather, spec, (x,), options, dtype=dtype)
 
 
 def _all_gather(recipe, axes):
@@ -441,8 +350,8 @@ def _all_gather(recipe, axes):
     sent = _sent(gathered, axes)
 
     def run(x, dtype, reduce_dtype, sent_as):
-        held, out = x.dtype, _element(dtype or x.dtype)
-        wire, reduced = _element(sent_as or out), _element(reduce_dtype or out)
+        held, out = x.dtype, jnp.dtype(dtype or x.dtype)
+        wire, reduced = jnp.dtype(sent_as or out), jnp.dtype(reduce_dtype or out)
 
         def gather(x):
             x = x.astype(wire)
@@ -476,22 +385,20 @@ def pmax(recipe, axes):
     NaN: XLA's all-reduce may lose one (seen on the CPU, jaxlib 0.10.2); any('... -> ', jnp.isnan(x)) finds it.
     Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes; nothing if the dims that it lacks are whole.
     """
-    largest = _largest(recipe, axes, jnp.max)
+    largest, spec = _largest(recipe, axes, jnp.max), f"{recipe.operands[0]} -> {recipe.result}"
 
     def run(x):
-        return largest.run(_undifferentiated(f"{recipe.operands[0]} -> {recipe.result}", users_line(), x))
+        line = users_line()
+
+        def refuse(primals, tangents):
+            what = "pmax has no gradient: pass it lax.stop_gradient(x)"
+            raise ShardingError(f"{what}\n  at {line} in shardops.pmax('{spec}')")
+
+        undifferentiated = jax.custom_jvp(lambda x: x)
+        undifferentiated.defjvp(refuse)
+        return largest.run(undifferentiated(x))
 
     return Plan(run, largest.moves, dtype=_with_an_order)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _undifferentiated(spec, line, x):
-    return x
-
-
-@_undifferentiated.defjvp
-def _refuse_gradient(spec, line, primals, tangents):
-    raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  at {line} in shardops.pmax('{spec}')")
 
 
 def _with_an_order(dtype):
@@ -922,7 +829,7 @@ def pending(recipe, axes):
 def zeros(spec: str | bytes, dtype, **sizes: int):
     """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the
     whole: zeros('M/d', f32, M=512)."""
-    return operate(_zeros, spec, (), dict(dtype=_element(dtype)), sizes=sizes, dtype=_element(dtype))
+    return operate(_zeros, spec, (), dict(dtype=jnp.dtype(dtype)), sizes=sizes, dtype=dtype)
 
 
 def _zeros(recipe, axes):
@@ -982,44 +889,28 @@ def each(axis: str, function, *trees):
     _require_axes(axis, [axis])
     where = f"  at {users_line()} in shardops.each('{axis}'), {mesh_text(all_mapped_axes())}"
 
-    def without_dim(states):
-        (state,) = states
-        if state.zero:
-            return [dataclasses.replace(state, dims=state.dims[1:])]
-        if state.dims[0] != (axis,):
-            raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'")
-        axes = dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
-        return [dataclasses.replace(state, dims=state.dims[1:], **axes)]
-
-    def with_dim(states):
-        (state,) = states
-        if axis in state.pending:
-            raise ShardingError(f"a result is pending over {axis}: reduce it first")
-        axes = dict(split=state.split | {axis}, without_dim=state.without_dim - {axis})
-        return [dataclasses.replace(state, dims=((axis,), *state.dims), **axes)]
-
     def marked(rule, function, x):
         if marks.marking() is None:
             return function(x)
+        rule = functools.partial(rule, axis)
         return marks.mark(("each", axis), rule, jax.eval_shape(function, x), x, where=where)
 
     def enter(x):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] != 1:
-            shape = on_this_mesh(jnp.shape(x))
+            shape = marks.on_this_mesh(jnp.shape(x))
             raise ShardingError(f"the first dim is one element a device, '{axis}/{axis} ...', not {shape}\n{where}")
-        return marked(without_dim, functools.partial(jnp.squeeze, axis=0), x)
+        return marked(claims.without_dim, functools.partial(jnp.squeeze, axis=0), x)
 
     operands = jax.tree.map(enter, trees)
     with marks.on_each(axis):
         results = function(*operands)
-    return jax.tree.map(functools.partial(marked, with_dim, lambda y: y[None]), results)
+    return jax.tree.map(functools.partial(marked, claims.with_dim, lambda y: y[None]), results)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
 def vjp(function, *args):
-    """`jax.vjp`: the result, and a function from its cotangent to the arguments' gradients. What is differentiated is
-    the sum over all devices, so a cotangent has the result's type with same and pending exchanged, and a gradient that
-    of its argument: of 'B/d M' on axes d, t it is 'B/d M +t'.
+    """`jax.vjp`: the result, and a function from its cotangent to the arguments' gradients. Each has the type of its
+    value with same and pending exchanged: for 'B/d M' on axes d, t it is 'B/d M +t'.
 
         y, pull = shardops.vjp(stage, w, x)
         gradient_of_w, gradient_of_x = pull(gradient_of_y)
@@ -1031,54 +922,15 @@ def vjp(function, *args):
 
 
 def _vjp(name, function, args, has_aux=False):
-    if (check := marks.marking()) is None:
+    if marks.marking() is None:
         return jax.vjp(function, *args, has_aux=has_aux)
-    # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/proof/verify.py).
-    check.gradients = True
     result, *aux = function(*args) if has_aux else (function(*args),)
-    results, leaves, axes = jax.tree.leaves(result), jax.tree.leaves(args), frozenset(mapped_axes())
-    paths = [path for arg in args for path, _ in jax.tree_util.tree_leaves_with_path(arg)]
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-    where = f"  at {users_line()} in shardops.{name}"
-
-    def rule(states):
-        count = len(results)
-        of_results, cotangents, of_args = states[:count], states[count : 2 * count], states[2 * count :]
-        for index, (state, cotangent) in enumerate(zip(of_results, cotangents)):
-            if name == "value_and_grad":
-                _require_pending(state, axes)
-            require_dual(cotangent, state, axes, f"the cotangent of result {index}")
-        if builtins.any(state.zero for state in of_args):
-            what = "a constant zero, which has no type, is differentiated"
-            raise ShardingError(f"{what}\n  fix: make it with shardops.zeros, which gives it one")
-        return [dataclasses.replace(dual(state, axes), gradient_of=name) for name, state in zip(names, of_args)]
-
-    def pull(cotangent):
-        if jax.tree.structure(cotangent) != jax.tree.structure(result):
-            raise ShardingError(f"the cotangent is no tree like the result\n{where}")
-        for one, other in zip(jax.tree.leaves(cotangent), results):
-            if jnp.shape(one) != jnp.shape(other):
-                shapes = " and ".join(shown(jnp.shape(x)) for x in (one, other))
-                raise ShardingError(f"the cotangent has another shape than the result, {shapes}\n{where}")
-        operands = *results, *jax.tree.leaves(cotangent), *leaves
-        # The pullback may send wherever the function has sent.
-        return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, where=where, moves=check.moves)
-
-    return result, pull, *aux
-
-
-def _require_pending(loss: State, axes: frozenset[str]):
-    for axis in sorted(axes - loss.pending):
-        what = f"the loss is {loss.word(axis)} along {axis}: it would count once for each device along {axis}"
-        raise ShardingError(f"{what}\n  fix: return it pending, '{Spec((), tuple(mapped_axes()))}', before any psum")
+    return result, claims.pullback(name, args, result), *aux
 
 
 def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
-    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over
-    all devices.
-
-    Each gradient has its weight's type with same and pending exchanged: that of a weight 'M' (the same over d and t) is
-    'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
+    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t'. Each gradient has the type of its
+    weight with same and pending exchanged, as of `vjp`.
 
     Raises:
       ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would

@@ -1,15 +1,5 @@
-"""Types with sharding: `f32['B/d L M/t']`, pytrees of them, and their check against values.
-
-@pytree_dataclass
-class Layer:
-    w_up: f32['M/d F/t']
-
-@pytree_dataclass
-class Weights:
-    embed: f32['V/t M/d']
-    layers: Array['layers', Layer]      # every field with a leading dim
-
-make_shardings(Weights)                 # the same tree of NamedSharding on the current mesh
+"""Types with sharding: `f32['B/d L M/t']`, pytrees of them (docs/notation.md has examples), and their check against
+values.
 
 Letters are sizes: within one scope (a call of a `typed` function, `with Scope():`, `@scope`) a letter is one global
 size.
@@ -19,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import inspect
 import types
 import typing
 
@@ -27,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardlib.mesh import current_mesh, manual_axes, place
+from shardlib.mesh import all_mapped_axes, current_mesh, mapped_axes, place
 from shardlib.places import users_line
-from shardlib.proof import marks
-from shardlib.proof.states import State, require
+from shardlib.proof import claims, marks
 from shardlib.spec import Dim, ShardingError, Spec, as_text, located, parse, parts
 
 # -- Letters -----------------------------------------------------------------------------------------------------------
@@ -49,38 +37,7 @@ def Scope():
 
 def scope(function):
     """Gives each call of the function fresh letters."""
-
-    @functools.wraps(function)
-    def scoped(*args, **kwargs):
-        with Scope():
-            return function(*args, **kwargs)
-
-    return scoped
-
-
-def mapped_axes() -> dict[str, int]:
-    """The mesh axes, name to size, over which the code being traced is mapped, but for those of `shardops.each` around
-    it; empty outside of shard_map."""
-    return {name: size for name, size in all_mapped_axes().items() if name not in marks.axes_of_each()}
-
-
-def all_mapped_axes() -> dict[str, int]:
-    """All mesh axes of `mapped_axes`, and those of `shardops.each`."""
-    check = marks.current()
-    return manual_axes() if check is None else check.axes
-
-
-def part_of(whole: int, dim: Dim, axes: dict[str, int]):
-    """The size of a device's part of a dim; in the check a symbol, unless the dim counts devices."""
-    check = marks.marking()
-    return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
-
-
-def on_this_mesh(shape) -> list[int]:
-    """The shape of a value on a device of the user's mesh, where the check has symbols as sizes."""
-    if (check := marks.marking()) is None:
-        return list(shape)
-    return list(map(check.parts.on_mesh, shape))
+    return Scope()(function)
 
 
 def mesh_text(axes: dict[str, int]) -> str:
@@ -103,33 +60,19 @@ def bind(
         size that an axis does not divide, a dim with an axis' name and another size.
     """
     spec.require_mesh_order(axes)
-    dims = spec.dims
-    if dims and dims[0].name == "...":
-        dims = (Dim("..."),) * (len(shape) - len(dims) + 1) + dims[1:]
+    dims = (Dim("..."),) * len(shape) if spec.names == ("...",) else spec.dims
     if len(dims) != len(shape):
         raise ShardingError(f"'{spec}' has {len(spec.dims)} dims, the value has {len(shape)}")
-    whole, check = [], marks.marking() if local else None
+    whole = []
     for dim, size in zip(dims, shape):
-        if not local and dim.name not in axes:
+        if local:
+            size = marks.whole_of(size, dim, axes, spec)
+        elif dim.name not in axes:
             require_divisible(dim, size, axes)
-        if check is not None and dim.name not in axes:
-            if dim.name != "..." and (lies := check.parts.axes(size)) != dim.axes:
-                raise ShardingError(_lies_otherwise(spec, dim, lies))
-            size = check.parts.whole(size)
-        elif local:
-            size *= parts(dim, axes)
         whole.append(size)
         if dim.name != "...":
             remember(dim, size, axes, letters, str(spec))
     return tuple(whole)
-
-
-def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
-    said, true = str(dim).strip("[]"), "/".join((dim.name, *lies))
-    if not lies:
-        return f"'{spec}' says {said}, but that dim is whole in the value: write {true} (slice makes {said} of it)"
-    gather = "" if set(lies) <= set(dim.axes) else ", or a gather was forgotten"
-    return f"'{spec}' says {said}, but that dim is split over {'/'.join(lies)} in the value: write {true}{gather}"
 
 
 def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str):
@@ -177,7 +120,7 @@ def _parse_type(text: str | bytes) -> Spec:
 
 # -- Array types -------------------------------------------------------------------------------------------------------
 class DType:
-    """An element type; `f32['B/d L']` (or `f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
+    """An element type, also for `jnp.dtype`; `f32['B/d L']` (`f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
 
     def __init__(self, name: str, dtype):
         self.name, self.dtype = name, jnp.dtype(dtype)
@@ -239,7 +182,7 @@ bool_ = DType("bool_", jnp.bool_)
 
 @dataclasses.dataclass(frozen=True)
 class Stacked(_Annotation):
-    """`Array['layers', Layer]`: a pytree type with leading dims added to every field."""
+    """What `Array['layers', Layer]` is."""
 
     dims: tuple[Dim, ...]
     cls: typing.Any
@@ -271,12 +214,10 @@ def pytree_dataclass(cls):
 @functools.cache
 def fields(cls) -> dict[str, typing.Any]:
     """Field names and types of a `pytree_dataclass`, also where annotations are strings."""
-    said = {}
-    for base in reversed(cls.__mro__):
-        try:
-            said |= inspect.get_annotations(base, eval_str=True)
-        except NameError as error:
-            raise ShardingError(f"a field's type in {cls.__name__} cannot be read: {error}") from None
+    try:
+        said = typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise ShardingError(f"a field's type in {cls.__name__} cannot be read: {error}") from None
     return {field.name: said[field.name] for field in dataclasses.fields(cls)}
 
 
@@ -434,8 +375,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     with located(lambda: f"  {_against(dtype, spec, value, what, whole_on)}\n  at {users_line()}"):
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
             raise ShardingError(f"expected an array, got {type(value).__name__}")
-        wanted = dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
-        if value.dtype != wanted:
+        if value.dtype != jnp.dtype(dtype):
             raise ShardingError(f"the element type is {value.dtype}")
         if whole_on is not None:
             _check_whole(spec, value, whole_on)
@@ -446,16 +386,12 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     if whole_on is not None or marks.marking() is None:
         return value
 
-    def rule(states):
-        require(spec, states[0])
-        return [State.of(spec)]
-
     where = f"  {_against(dtype, spec, value, what, None)}\n  at {users_line()}"
-    return marks.mark((what, repr(dtype), str(spec)), rule, value, value, where=where)
+    return claims.annotation((what, repr(dtype), str(spec)), spec, value, where)
 
 
 def _against(dtype, spec, value, what, whole_on) -> str:
-    shape = f"{value.dtype}{on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    shape = f"{value.dtype}{marks.on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
     axes, where = (all_mapped_axes(), "on each device") if whole_on is None else (whole_on, "globally")
     if not axes:
         mesh, where = current_mesh(), "globally"

@@ -119,22 +119,17 @@ class Spec:
             raise ShardingError(f"'{self}' is pending over {over}, which has no meaning outside of shard_map")
         return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
 
-    def in_mesh_order(self, mesh_axes) -> "Spec":
-        """The one legal spelling: pending axes in the order of the mesh's axes. A dim's own axes stand major first, in
-        any order: 'M/d/t' and 'M/t/d' are two ways to deal out M. Raises `ShardingError` for an axis that the mesh
-        lacks."""
+    def require_mesh_order(self, mesh_axes):
+        """Raises `ShardingError` for an axis that the mesh lacks, and for pending axes in another order than its. A
+        dim's own axes stand major first, in any order: 'M/d/t' and 'M/t/d' are two ways to deal out M."""
         for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
             if axis not in mesh_axes:
                 what = f"'{self}' names mesh axis {axis}{_meaning(str(self), axis)}"
                 raise ShardingError(f"{what}, but the mesh has {', '.join(mesh_axes) or 'no axes'}")
         legal = tuple(sorted(self.pending, key=list(mesh_axes).index))
-        return self if legal == self.pending else Spec(self.dims, legal)
-
-    def require_mesh_order(self, mesh_axes):
-        legal = self.in_mesh_order(mesh_axes)
-        if legal != self:
-            order = ", ".join(mesh_axes)
-            raise ShardingError(f"pending axes are in the mesh's order ({order}): write '{legal}', not '{self}'")
+        if legal != self.pending:
+            fix = f"write '{Spec(self.dims, legal)}', not '{self}'"
+            raise ShardingError(f"pending axes are in the mesh's order ({', '.join(mesh_axes)}): {fix}")
 
 
 @dataclass(frozen=True)

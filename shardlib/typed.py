@@ -16,7 +16,6 @@ import ast
 import contextvars
 import functools
 import inspect
-import linecache
 import sys
 import types
 
@@ -26,7 +25,7 @@ from shardlib.shardtypes import Scope, check_tree, holds_arrays, register_with_t
 from shardlib.spec import ShardingError
 
 _LOCAL, _RETURN, _NESTED = "__shardlib_local__", "__shardlib_return__", "__shardlib_nested__"
-_read: set[tuple[str, int]] = set()  # (file, line of `def`) of the functions whose annotations are checked
+annotations_read: set[tuple[str, int]] = set()  # (file, line of `def`) of the functions whose annotations are checked
 register_with_typeguard()
 
 
@@ -61,7 +60,7 @@ def _rewritten(function):
     definition.args.defaults = [ast.Constant(None)] * len(definition.args.defaults)  # the function keeps its own
     definition.args.kw_defaults = [default and ast.Constant(None) for default in definition.args.kw_defaults]
     file = inspect.getfile(function)
-    _read.add((file, definition.lineno))
+    annotations_read.add((file, definition.lineno))
     rewrite = _Rewrite(file)
     definition.body = rewrite.body(definition)
     # An outer function makes the names that the body closes over (and our own) free variables, as they were.
@@ -112,7 +111,7 @@ class _Rewrite(ast.NodeTransformer):
     def visit_FunctionDef(self, node):
         if any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node)):
             return node  # a generator: annotations of arrays on it are refused as unread
-        _read.add((self.file, node.lineno))
+        annotations_read.add((self.file, node.lineno))
         node.body = self.body(node)
         node.decorator_list = [item for item in node.decorator_list if ast.unparse(item).rpartition(".")[2] != "typed"]
         node.decorator_list.append(ast.copy_location(ast.Name(_NESTED, ast.Load()), node))
@@ -186,51 +185,3 @@ def _checked(annotation, value, what):
         return typeguard.check_type(value, annotation)
     except typeguard.TypeCheckError as error:
         raise typeguard.TypeCheckError(f"{what}: {error}") from None
-
-
-# -- Annotations that nobody reads -------------------------------------------------------------------------------------
-def refuse_unread(functions: set[tuple[str, int]]):
-    """Raises `ShardingError` for a function of the program whose annotations say how arrays lie, and that is not under
-    `typed`: what it says would not be checked. `functions` are (file, first line)."""
-    for file, line in sorted(functions):
-        node = _definitions(file).get(line)
-        if node is None or (file, node.lineno) in _read:
-            continue
-        if any(_says_sharding(annotation) for annotation in _annotations(node)):
-            what, fix = f"nobody reads the annotations of {node.name}", f"@typed above `def {node.name}`"
-            raise ShardingError(f"{what}\n  fix: {fix}\n  at {file}:{node.lineno}")
-
-
-@functools.cache
-def _definitions(file: str) -> dict[int, ast.FunctionDef]:
-    """The functions that a file defines, by the line of `def` and by that of the first decorator."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # no Python: a notebook's cell, a template
-        return {}
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {line: node for node in nodes for line in (node.lineno, *(item.lineno for item in node.decorator_list))}
-
-
-def _annotations(node: ast.FunctionDef):
-    arguments = node.args
-    yield from (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    yield from filter(None, (arguments.vararg, arguments.kwarg, node.returns))
-    inside = list(node.body)
-    while inside:
-        statement = inside.pop()
-        if isinstance(statement, ast.AnnAssign):
-            yield statement.annotation
-        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            inside += ast.iter_child_nodes(statement)
-
-
-def _says_sharding(annotation: ast.AST) -> bool:
-    """Whether an annotation has something like f32['B/d'] in it."""
-    return any(
-        isinstance(node, ast.Subscript)
-        and isinstance(node.value, (ast.Name, ast.Attribute))
-        and ast.unparse(node.value).rpartition(".")[2] != "Literal"
-        and any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in ast.walk(node.slice))
-        for node in ast.walk(annotation)
-    )

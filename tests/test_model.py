@@ -11,7 +11,7 @@ import reference
 import small
 
 import train
-from shardlib.mesh import scan_counts
+from shardlib.proof.jaxprs import scan_counts
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import make_shardings
 

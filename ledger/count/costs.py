@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 
 from ledger.count.program import OPAQUE, Block, Operation, Value
-from shardlib.mesh import scan_counts
+from shardlib.proof.jaxprs import scan_counts
 
 # JAX's primitives that send, and HLO's word for each. Any other that names mesh axes must be in SEND_NOTHING.
 KINDS = {

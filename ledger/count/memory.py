@@ -30,7 +30,7 @@ import sys
 
 from ledger.count.costs import KINDS, crosses_to_host, origin, read_in_backward
 from ledger.count.program import OPAQUE, Block, Operation, Value
-from shardlib.mesh import scan_counts
+from shardlib.proof.jaxprs import scan_counts
 
 WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer state", "batch"
 GRADIENTS, SAVED, GATHERED, OTHER = "gradients", "saved activations", "gathered weights", "other values"

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 
 from shardlib.places import users_line
 from shardlib.proof.parts import Parts
+from shardlib.spec import Dim, ShardingError, Spec, parts
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,37 @@ def marking() -> Check | None:
     """The check, if operations and annotations are to be marked."""
     check = _current.get()
     return check if check is not None and check.parts is not None else None
+
+
+def part_of(whole: int, dim: Dim, axes: dict[str, int]):
+    """The size of a device's part of a dim; in the check a symbol, unless the dim counts devices."""
+    check = marking()
+    return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
+
+
+def whole_of(size, dim: Dim, axes: dict[str, int], spec: Spec) -> int:
+    """The size of the whole dim, of that of a device's part. In the check the part's symbol says what splits the dim:
+    raises `ShardingError` if `spec`, which has the dim, says otherwise."""
+    if (check := marking()) is None or dim.name in axes:
+        return size * parts(dim, axes)
+    if dim.name != "..." and (lies := check.parts.axes(size)) != dim.axes:
+        raise ShardingError(_lies_otherwise(spec, dim, lies))
+    return check.parts.whole(size)
+
+
+def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
+    said, true = str(dim).strip("[]"), "/".join((dim.name, *lies))
+    if not lies:
+        return f"'{spec}' says {said}, but that dim is whole in the value: write {true} (slice makes {said} of it)"
+    gather = "" if set(lies) <= set(dim.axes) else ", or a gather was forgotten"
+    return f"'{spec}' says {said}, but that dim is split over {'/'.join(lies)} in the value: write {true}{gather}"
+
+
+def on_this_mesh(shape) -> list[int]:
+    """The shape of a value on a device of the user's mesh, where the check has symbols as sizes."""
+    if (check := marking()) is None:
+        return list(shape)
+    return list(map(check.parts.on_mesh, shape))
 
 
 _mark = Primitive("shardlib_mark")

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import export
 from jax.errors import InconclusiveDimensionOperation
 
-from shardlib.places import decides_by_sizes, users_line
+from shardlib.places import users_line
+from shardlib.proof.frames import asked_by_user
 from shardlib.spec import ShardingError
 
 _SYMBOL = re.compile(r"split_over_(\w+)")
@@ -136,7 +137,7 @@ def guarded(parts: Parts):
     times, over = before["__mul__"], before["__floordiv__"]
 
     def divide(size, other):
-        result, by_user = over(size, other), _asked_by_user()
+        result, by_user = over(size, other), asked_by_user()
         if is_part(result) and by_user:
             try:
                 parts.axes(result)
@@ -163,16 +164,11 @@ def guarded(parts: Parts):
                 setattr(_Size, name, method)
 
 
-def _asked_by_user() -> bool:
-    """Whether the program called the caller, or a package that would take its answer for the program's."""
-    return decides_by_sizes(3)
-
-
 def _asked(name: str, method: Callable):
     compare = _COMPARISONS.get(name)
 
     def ask(size, *other):
-        by_user, decides = _asked_by_user(), name not in ("__eq__", "__ne__")
+        by_user, decides = asked_by_user(), name not in ("__eq__", "__ne__")
         if not decides and other[0] not in (0, 1, -1):  # 1: a dim that is repeated
             code = sys._getframe(1).f_code
             decides = code.co_name != "diagonal" and _ANOTHER_WAY.search(code.co_filename) is not None
@@ -255,7 +251,7 @@ class Count:
         return self._refuse() if is_part(other) else self.divide(jnp.asarray(other), self)
 
     def __int__(self) -> int:
-        return self.factor * self.parts.devices(self.axes) if _asked_by_user() else self._refuse()
+        return self.factor * self.parts.devices(self.axes) if asked_by_user() else self._refuse()
 
     def __str__(self) -> str:
         return str(self.factor * self.parts.devices(self.axes))

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
+from shardlib.proof.jaxprs import CALLS, inner_jaxprs, is_literal
 from shardlib.proof.marks import mark_of
 
-CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call composite".split()
 _IDENTITIES = {"name", "copy", "copy_p", "reshard", "optimization_barrier"}
 
 
@@ -74,17 +74,3 @@ class Terms:
             inner = [self.argument(("inner", index)) for index in range(len(jaxpr.invars))]
             return key, *self.of(value, inner)
         return (key,) if callable(value) or key == "sharding" else (key, repr(value))
-
-
-def inner_jaxprs(eqn) -> list:
-    """The jaxprs among an equation's parameters."""
-    return [
-        item
-        for value in eqn.params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-        if hasattr(getattr(item, "jaxpr", item), "eqns")
-    ]
-
-
-def is_literal(atom) -> bool:
-    return hasattr(atom, "val")

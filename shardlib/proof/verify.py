@@ -1,9 +1,9 @@
 """The check: that each value lies on the mesh as its type says, proved on the program's jaxpr before a device is used.
 
 The function is traced abstractly, once, for what one device holds; docs/notation.md says what is proved. In that trace
-each operation of shardops and each annotation is a *mark*, whose rule says, from the types of what goes in, what comes
-out, or refuses. A walk over the jaxpr carries each value's state (`states.py`), through marks and, between them,
-ordinary JAX (`rules.py`).
+each operation of shardops and each annotation is a *mark* (`claims.py`), whose rule says, from the types of what goes
+in, what comes out, or refuses. A walk over the jaxpr carries each value's state (`states.py`), through marks and,
+between them, ordinary JAX (`rules.py`).
 
 The verdict does not depend on the mesh: what a device holds of a split dim has no number for its size but a symbol
 (`parts.py`), and the mesh's axes are not bound, so that nothing but a mark sends, or knows how many devices there are.
@@ -20,11 +20,12 @@ import re
 import jax
 from jax.errors import InconclusiveDimensionOperation
 
-from shardlib.mesh import trace_with_axes
-from shardlib.places import line_of, unbound
+from shardlib.proof.frames import line_of, unbound
+from shardlib.proof.jaxprs import trace_with_axes
 from shardlib.proof.marks import Check, during
 from shardlib.proof.parts import NUMBER, Parts, guarded, shown
 from shardlib.proof.states import State
+from shardlib.proof.unread import refuse_unread
 from shardlib.proof.walk import GRAD, Walk
 from shardlib.spec import ShardingError, Spec
 
@@ -64,28 +65,32 @@ _MEANT = (
 )
 
 
-def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]) -> tuple[int, set, bool]:
-    """Traces `function` and walks it; returns how many claims were proved, and the functions of the user's program that
-    were traced, as (file, first line).
+def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec], where: str, read: set) -> int:
+    """Traces `function` and walks it; returns how many claims were proved.
 
     Args:
       function: the body that `shard_map` would run; it checks its own result.
       axes: the mesh's axes and sizes.
       arguments: trees of `ShapeDtypeStruct`, the whole arrays.
       in_specs: the types of the leaves of the arguments.
+      where: the line at which the function stands.
+      read: (file, line of `def`) of the functions whose annotations are claims.
     Raises:
-      ShardingError: at the first claim that is not so, with its line.
+      ShardingError: at the first claim that is not so, with its line; for annotations that nobody reads.
     """
     check, functions = Check(axes, Parts(axes)), set()
     with guarded(check.parts):
         jaxpr = traced(function, check, _on_a_device(arguments, in_specs, axes, check.parts.size))
         Walk(check, traced, functions)(jaxpr, [State.of(spec) for spec in in_specs])
-    return check.proved, functions, check.gradients
+    if check.gradients:
+        _trace_as_it_runs(function, axes, arguments, in_specs, where)
+    refuse_unread(functions, read)
+    return check.proved
 
 
-def trace_as_it_runs(function, axes: dict[str, int], arguments: list, in_specs: list[Spec], where: str):
-    """Traces `function`, which stands at the line `where`, with its gradients for the sizes of this mesh. Raises
-    `ShardingError` where they do not fit."""
+def _trace_as_it_runs(function, axes, arguments, in_specs, where):
+    """Traces the function with its gradients for the sizes of this mesh. Raises `ShardingError` where they do not
+    fit."""
 
     def numbers(whole, over):
         return whole // math.prod(axes[axis] for axis in over)

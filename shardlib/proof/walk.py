@@ -7,13 +7,14 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from shardlib.mesh import function_of, scan_counts, trace_with_axes
-from shardlib.places import is_users, spoken_name
+from shardlib.places import is_users
+from shardlib.proof.frames import spoken_name
+from shardlib.proof.jaxprs import CALLS, function_of, inner_jaxprs, is_literal, scan_counts, trace_with_axes
 from shardlib.proof.marks import Check, Mark, during, mark_of
 from shardlib.proof.parts import is_part, shown
 from shardlib.proof.rules import Equation, apply
 from shardlib.proof.states import State, dual, join, merged, require_dual
-from shardlib.proof.terms import CALLS, inner_jaxprs, is_literal, same_values
+from shardlib.proof.terms import same_values
 from shardlib.spec import ShardingError
 
 GRAD = (
