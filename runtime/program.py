@@ -28,10 +28,11 @@ from runtime.terminal import RunError, run_errors
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
 # Rooms that a trainer computes with; and what does not change what it computes: other rooms, what reads and writes
-# published files, and what names lines.
+# published files, what names lines, and the check.
 MATHEMATICS = ("train", "optimizers", "pipeline", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = {
     "runtime", "ledger", "tools", "models.huggingface", "models.foreign", "models.adapters", "shardlib.places",
+    "shardlib.proof",
 }  # fmt: skip
 ROOTS = ("mapped_steps", "validation_step", "main")  # functions of a trainer, which reach its model
 # The optimizer, the loop and the first values are no part of the model; what reads weights compares their sizes.
@@ -328,8 +329,12 @@ def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    names = (before.keys() | now.keys()) - NO_MATHEMATICS  # earlier versions recorded one of them
+    names = filter(_computes, before.keys() | now.keys())  # earlier versions recorded others too
     return sorted(name for name in names if before.get(name) != now.get(name))
+
+
+def _computes(module: str) -> bool:
+    return not any(f"{module}.".startswith(f"{room}.") for room in NO_MATHEMATICS)
 
 
 def _of_file(path: Path) -> ModuleType:
@@ -355,8 +360,7 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
                 package = module.split(".")[: (path.stem == "__init__") - level or None]
                 imported = ".".join([*package, *filter(None, [imported])])
             room = imported.partition(".")[0]
-            is_left_out = imported in NO_MATHEMATICS or room in NO_MATHEMATICS
-            if imported in hashes or is_left_out or (is_installed and room not in MATHEMATICS):
+            if imported in hashes or not _computes(imported) or (is_installed and room not in MATHEMATICS):
                 continue
             place = imported.replace(".", "/")
             files = (folder / path for folder in folders for path in (f"{place}.py", f"{place}/__init__.py"))
