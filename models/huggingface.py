@@ -147,7 +147,8 @@ class Source:
     def decoder_start(self) -> int:
         """The first token that the decoder reads, in a model with an encoder."""
         config = self.config or {}
-        return config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
+        start = config.get("decoder_start_token_id")  # null is as if it was not there
+        return (config.get("pad_token_id") or 0) if start is None else start
 
 
 def require_same_program(source: Source, at_hand: dict[str, str] | None, key: str, *, is_published=False) -> None:

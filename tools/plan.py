@@ -169,16 +169,16 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
             compiled = absent.compile(traced, options(devices[0]))
     except absent.TooLarge as error:
         raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
-    took, text, analysis = time.perf_counter() - began, compiled.as_text() or "", compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
+    took, text = time.perf_counter() - began, compiled.as_text() or ""
     print_line(f"\nCompiled for {len(devices)} × {devices[0].device_kind} that are not here, in {took:.0f} s.")
     peak = agreement.peak_bytes(compiled)
     forecast = f"forecast {gigabytes(ledger.memory.bytes)}, ratio {ledger.memory.bytes / peak:.2f}"
     print_line(f"XLA's memory of one device: {gigabytes(peak)}; {forecast}")
-    if analysis is not None:
-        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        parts = analysis.argument_size_in_bytes, results, analysis.temp_size_in_bytes
-        for name, part in zip(("arguments", "results in no argument's place", "temporary"), parts):
-            print_line(f"  {name:<32}{gigabytes(part):>12}")
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    parts = analysis.argument_size_in_bytes, results, analysis.temp_size_in_bytes
+    for name, part in zip(("arguments", "results in no argument's place", "temporary"), parts):
+        print_line(f"  {name:<32}{gigabytes(part):>12}")
     rows = agreement.differences(ledger, text)
     print_line(
         f"\n{len(rows)} differences between what is written and what the compiled step sends{':' if rows else '.'}"

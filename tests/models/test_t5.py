@@ -1,6 +1,7 @@
 """models/t5.py: decoding with what was encoded once, its buckets, what is published, and the check of all it sends."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,15 @@ def test_folders_that_earlier_releases_wrote_are_read(pool, tmp_path):
         found = huggingface.open_weights(published_as(tmp_path / name, name, changes, old), pool).model
         assert found == huggingface.open_weights(FOLDER / name, pool).model
         assert found.tied == (name == "t5") and found.gated == (name == "t5_gated")
+
+
+@pytest.mark.parametrize("said, start", [({"decoder_start_token_id": 2}, 2), ({"decoder_start_token_id": None}, 5)])
+def test_what_the_decoder_reads_first(said, start, pool, tmp_path):
+    """What config.json says; where it says null, the padding token, as in T5's own files."""
+    folder = shutil.copytree(FOLDER / "t5", tmp_path / "t5")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 5, **said}))
+    assert huggingface.open_weights(folder, pool).decoder_start == start
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------
