@@ -197,11 +197,11 @@ def _declared(recipe, run):
 
     def declared(*operands, **options):
         returned = run(*operands, **options)
-        values = (returned,) if len(specs) == 1 else returned
-        if not isinstance(values, (tuple, list)) or len(values) != len(specs):
-            count = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
-            raise ShardingError(f"the string has {len(specs)} results, the function returned {count}")
-        for spec, value in zip(specs, values):
+        kind, is_several = type(returned).__name__, isinstance(returned, (tuple, list))
+        if is_several != (len(specs) > 1) or (is_several and len(returned) != len(specs)):
+            what = f"a {kind} of {len(returned)}" if is_several else kind
+            raise ShardingError(f"the string has {len(specs)} results, the function returned {what}")
+        for spec, value in zip(specs, returned if is_several else [returned]):
             bind(spec, jnp.shape(value), mapped_axes(), letters_of_scope())
         return returned
 

@@ -319,6 +319,7 @@ B/d M/t | shardops.regroup('B/d M/t -> B/t P Z/d', x) | regroup makes other dims
 B/d M/t | shardops.argmax('B/d M/t -> ', x) | argmax goes along one dim
 B/d M/t | shardops.any('B/d M/t -> B', x) | the result is 'B/d', not 'B' fix: write 'B/d M/t -> B/d'
 B/d M/t | shardops.local('B/d M/t -> B/d M/t, B/d M/t', lambda x: x, x) | 2 results, the function returned
+B/d M/t | shardops.local('B/d M/t -> B/d M/t', lambda x: (x, x), x) | 1 results, the function returned a tuple of 2
 B/d M/t | shardops.local('B/d M/t -> B/d Z', lambda x: x[:, :3], x) | does not: a local function sends nothing
 B/d M/t | shardops.axis_size('x') | 'x': the mesh d=4 × t=2 has no such axis
 N | shardops.slice('N -> N/d', x) | dim N has size 3 … d=4 cannot divide
