@@ -86,7 +86,7 @@ def difference(ours, truth) -> str | None:
 
 
 def faults(programs, meshes=MESHES) -> list[list[str | None]]:
-    """Of each program, by mesh, in words, where it gives something else than on whole arrays."""
+    """Each program's faults, by mesh: in words, where it gives something else than on whole arrays."""
     found = []
     for start in range(0, len(programs), 25):
         batch = programs[start : start + 25]

@@ -66,7 +66,7 @@ def test_functions_are_short():
 
 
 def test_lines_have_120_columns():
-    """At most, also in files that ruff does not see."""
+    """No line has more, also in files that ruff does not see."""
     kinds = "Makefile pyproject.toml requirements-*.txt launch/* configs/**/*.yaml".split()
     kinds += [f"{room}/**/*{kind}" for room in FOLDERS for kind in (".css", ".html", ".js", ".yaml")]
     files = [path for kind in kinds for path in ROOT.glob(kind)]
@@ -123,7 +123,7 @@ def within(module, rooms):
 
 
 def test_imports_are_found_wherever_they_stand():
-    """Of a module, of names from one, of a module from a package, at the top and inside a function."""
+    """A module, names from one and a module from a package are found, at the top and inside a function."""
     known = dict.fromkeys(("tools", "tools.plan", "runtime.run", "train"))
     source = "import tools.plan\nimport jax\ndef f():\n    import train\n    from runtime.run import Run\n"
     assert sorted(imports_of(source, known)) == ["runtime.run", "tools.plan", "train"]
@@ -237,7 +237,7 @@ def broad_handlers(source):
 
 
 def test_broad_handlers_are_found():
-    """Without a type, with either name, named, in a tuple; narrow ones are none."""
+    """Handlers without a type, with either name, named and in a tuple are broad; narrow ones are not."""
     kinds = "", "Exception", "BaseException as e", "(OSError, Exception) as e", "OSError", "(ValueError, OSError)"
     source = "".join(f"try: f()\nexcept {kind}: pass\n" for kind in kinds)
     assert broad_handlers(source) == [2, 4, 6, 8]

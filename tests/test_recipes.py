@@ -94,8 +94,8 @@ WINDOW = """\
 @pytest.mark.slow
 @pytest.mark.parametrize("title, different", [("LayerNorm", "forward, layer_norm, rms_norm"), (None, "attention")])
 def test_a_changed_model_is_not_taken_for_a_llama(title, different, tmp_path):
-    """As a user meets it: a run of the LayerNorm page, or with a window of 20 written into attention, is exported,
-    decoded and scored by nobody who computes another model; the refusal names the functions that differ."""
+    """A run of the LayerNorm page, or with a window of 20 written into attention, is exported, decoded and scored by
+    no tool that computes another model; the refusal, as a user meets it, names the functions that differ."""
     copy_of_the_repository(tmp_path)
     source = recipe(title, tmp_path) if title else changed(train_py(), WINDOW)
     (tmp_path / "train.py").write_text(source)
@@ -190,8 +190,8 @@ def test_a_family_is_published_and_read(granite):
 
 @pytest.mark.slow
 def test_a_family_is_trained_everywhere(granite, tmp_path):
-    """In a copy of the repository that has the file: on three axes, on stages, the losses of one device;
-    published and read again the same; adapters are trained beside what was published, and it decodes."""
+    """A copy of the repository has the file: on three axes and on stages the losses are those of one device; published
+    and read again it is the same; adapters are trained beside what was published, and it decodes."""
     copy_of_the_repository(tmp_path)
     os.symlink(ROOT / "synthetic_dataset.zarr", tmp_path / "synthetic_dataset.zarr")
     (tmp_path / "models").unlink()

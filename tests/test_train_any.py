@@ -245,7 +245,7 @@ def test_no_gradient_of_the_base_is_computed(dtype):
 
 
 def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
-    """Within a tenth on a CPU, where the logits and their copies are most of a step's memory."""
+    """It is so within a tenth on a CPU, where the logits and their copies are most of a step's memory."""
     sizes = dict(d_model=64, n_q_per_kv=1, n_kv=2, d_head=32, layers=1, vocab=49152, d_ff=128, rope_max_timescale=256)
     training = dataclasses.replace(TRAINING, tokens=Tokens(batch=8, len=64))
     config = config_of(llama.Model(**sizes, compute_dtype="float32"), training=training, lora=train_any.Lora(rank=8))
@@ -354,7 +354,7 @@ def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, mon
 
 
 def test_a_family_that_has_changed_is_refused(lora_run, start, capsys, monkeypatch, pool):
-    """By a run that resumes, by one that begins from its weights, and by tools that take them."""
+    """A run that resumes, one that begins from its weights, and tools that take them refuse it."""
     of_family = program._of_family
     monkeypatch.setattr(program, "_of_family", lambda family: of_family(family) | {"models.llama": "of another"})
     keys = ["lora.rank=2", "lora.alpha=6", "lora.targets=w_.*", "lora.dropout=0.2", "mesh.d=2", "training.steps=5"]

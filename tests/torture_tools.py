@@ -161,7 +161,7 @@ def wait_for(life: Life, condition: Callable[[], bool], longest_s: float) -> Non
 
 
 def digest(path: Path) -> str:
-    """Of a file, or of all files in a folder, with their names; without the random ids that plotly gives its plots."""
+    """The digest of a file, or of a folder's files and their names; the random ids of plotly's plots are left out."""
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     content = hashlib.sha256()
     for file in files:
