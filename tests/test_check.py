@@ -34,7 +34,7 @@ def test_reshape_tracking():
             [dim if isinstance(dim, int) else parts.size(*dim) if dim[0] > 1 else 1 for dim in dims]
             for dims in (before, shape)
         ]
-        given, made = ([SimpleNamespace(aval=SimpleNamespace(shape=tuple(each)))] for each in sizes)
+        given, made = ([SimpleNamespace(aval=SimpleNamespace(shape=tuple(dims)))] for dims in sizes)
         eqn = SimpleNamespace(
             primitive=SimpleNamespace(name="reshape"), params=dict(dimensions=None), invars=given, outvars=made
         )

@@ -139,7 +139,9 @@ def test_rooms_import_only_what_they_may():
         room = max((room for room in ARROWS if within(name, [room])), key=len, default=None)
         if room is not None:
             allowed = [room, *ARROWS[room].split()]
-            foreign += [f"{name}: {each}" for each in imports_of(path.read_text(), known) if not within(each, allowed)]
+            foreign += [
+                f"{name}: {module}" for module in imports_of(path.read_text(), known) if not within(module, allowed)
+            ]
     assert not foreign
 
 
@@ -183,10 +185,10 @@ def test_every_operation_in_train_py_has_its_string_on_the_line():
 def strings_of(tree):
     """The texts in a program, docstrings and what an error says left out."""
     silent = {
-        id(each)
+        id(part)
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        for each in ast.walk(node)
+        for part in ast.walk(node)
     }
     return [
         node.value
@@ -227,7 +229,7 @@ BROAD = {"tools/engine.py": 2, "runtime/data/apart.py": 1}
 
 def is_broad(handler):
     """Whether a handler takes every exception, under a name or not, alone or among others."""
-    names = {"BaseException"} if handler.type is None else {ast.unparse(each) for each in ast.walk(handler.type)}
+    names = {"BaseException"} if handler.type is None else {ast.unparse(node) for node in ast.walk(handler.type)}
     return bool(names & {"Exception", "BaseException"})
 
 

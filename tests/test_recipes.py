@@ -60,7 +60,7 @@ def trained(module, axes):
         metrics = [None] * 3
         for number in range(3):
             state, metrics[number] = step(state, jnp.uint32(0), jnp.uint32(number), batch)
-    return [float(metrics[0].grad_norm), *(float(each.loss) for each in metrics)]
+    return [float(metrics[0].grad_norm), *(float(of_step.loss) for of_step in metrics)]
 
 
 @pytest.mark.parametrize("title", [TIED, *small.slow(*sorted(PAGES.keys() - {TIED}))])
@@ -161,8 +161,8 @@ def test_a_family_computes_what_its_factors_say(granite):
     }
     logits = []
     with on_mesh(2, 2):
-        for family, (each, weights) in given.items():
-            source = types.SimpleNamespace(family=family, model=each)
+        for family, (model, weights) in given.items():
+            source = types.SimpleNamespace(family=family, model=model)
             step = typed_shard_map(loss_and_logits(source, narrowed(family.Weights, weights)))
             numbers = {**vars(small.BATCH), "targets": small.BATCH.targets.astype(np.uint32)}
             batch = jax.device_put(TokenBatch(**numbers), make_shardings(TokenBatch))

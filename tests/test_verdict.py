@@ -23,7 +23,7 @@ PROGRAMS = [
         if verdict != "accepted" and "mesh that divides" not in words
     ),
     *((program(*row), True, (SIZES, SINGLE)) for row in table(OF_DEVICES)),
-    *((each.function, True, each.sizes) for each in WRITTEN),
+    *((written.function, True, written.sizes) for written in WRITTEN),
 ]
 
 
