@@ -123,7 +123,7 @@ def training_step(
     regroup = functools.partial(shardops.regroup, 'B/a/t L -> parts R/a/t L', parts=training.microbatches)
     zero = shardops.zeros('+a +t +c', f32), jax.tree.map(jnp.zeros_like, state.weights)
     (value, gradient), _ = lax.scan(add, zero, jax.tree.map(regroup, batch))
-    squares = [shardops.sum_unreduced('... -> +a +t +c', each * each) for each in jax.tree.leaves(gradient)]
+    squares = [shardops.sum_unreduced('... -> +a +t +c', leaf * leaf) for leaf in jax.tree.leaves(gradient)]
     squares = shardops.psum('weights +a +t +c -> weights', jnp.stack(squares))
     metrics = Metrics(
         loss=shardops.psum('+a +t +c -> ', value),

@@ -27,7 +27,7 @@ from runtime.config.keys import Count
 
 
 def einsum(q, k, v, segment):
-    """As train.py's `attention`, with all logits in memory."""
+    """It computes what train.py's `attention` does, with all logits in memory."""
     position = jnp.arange(segment.shape[1])
     allowed = (segment[:, :, None] == segment[:, None]) & (position[:, None] >= position)[None]
     logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k, preferred_element_type=jnp.float32)
@@ -65,7 +65,7 @@ def operands(config):
 
 
 def median_s(compiled, given, runs: int) -> float:
-    """Of one run, by five times `runs` that are waited for together: else what the host takes for a run would count."""
+    """The time of a run; five times `runs` are waited for together: else what the host takes for a run would count."""
     jax.block_until_ready(compiled(*given))
     times = []
     for _ in range(5):

@@ -21,7 +21,7 @@ def main():
         gradients = [(size * rng.normal(size=shape)).astype(np.float32) for size in (1, 3, 0.1)]
         # torch takes the root mean square of a tensor: each matrix is one.
         weights = [
-            torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in start.reshape(-1, *shape[-2:])
+            torch.tensor(matrix, dtype=torch.float64, requires_grad=True) for matrix in start.reshape(-1, *shape[-2:])
         ]
         optimizer = torch.optim.Adafactor(weights, lr=0.01, weight_decay=DECAY[name])
         for gradient in gradients:

@@ -91,7 +91,7 @@ class Whole:
         return jnp.where(held.reshape(held.shape + (1,) * (rows.ndim - held.ndim)), rows, 0)
 
     def shape(self, names, sizes):
-        """Of these dims; -1 for one that is not known."""
+        """The sizes of these dims; one that is not known is -1."""
         known = self.sizes | sizes
         return [int(name) if name.isdigit() else known.get(name, -1) for name in names]
 
@@ -194,8 +194,9 @@ class Program:
 
 
 # -- What its author writes between the strings ------------------------------------------------------------------------
-# Of a value {x} and one of its dims {k}, of size {n} on a device: right for some values, wrong for others. A title says
-# the result's dims. What is "not linear" is wrong for each sum that is owed. Names in { } are properties of `Places`.
+# Forms take a value {x} and one of its dims {k}, of size {n} on a device; they are right for some values, wrong for
+# others. A title says the result's dims. What is "not linear" is wrong for each sum that is owed. Names in { } are
+# properties of `Places`.
 FORMS = """
 # the same
 -{x}

@@ -88,7 +88,7 @@ def proofs(programs, quick=(), axes=GROUPS, place=PLACE):
       quick: the files whose acceptance is not slow.
     """
 
-    @pytest.mark.parametrize("file", [each if each in quick else pytest.param(each, marks=SLOW) for each in programs])
+    @pytest.mark.parametrize("file", [file if file in quick else pytest.param(file, marks=SLOW) for file in programs])
     def accepted(file, tmp_path):
         """The check accepts the program as it is, so its mutants are refused for their mutation."""
         check, claims, _ = programs[file]

@@ -242,7 +242,7 @@ def small_gguf(path, base=10000.0, **more):
     writer.add_tokenizer_pre("smollm")
     vocab = tokenizer["model"]["vocab"]
     writer.add_token_list(sorted(vocab, key=vocab.get))
-    special = {each["content"] for each in tokenizer["added_tokens"]}
+    special = {token["content"] for token in tokenizer["added_tokens"]}
     writer.add_token_types([3 if token in special else 1 for token in sorted(vocab, key=vocab.get)])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(0)

@@ -549,8 +549,8 @@ def gradients_over_chunks(
     w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']
 ) -> tuple[f32[''], f32['M V/t'], f32['3 B/d M']]:
     def loss(w, x, y):
-        each = loss_of_split_logits(shardops.einsum_unreduced('B/d M, M V/t -> B/d V/t', x, w), y)
-        return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d -> +d', each))
+        losses = loss_of_split_logits(shardops.einsum_unreduced('B/d M, M V/t -> B/d V/t', x, w), y)
+        return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d -> +d', losses))
 
     def total(w, x):
         return 3 * shardops.sum_over_chunks(loss, w, x, y)

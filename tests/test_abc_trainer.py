@@ -61,7 +61,7 @@ def test_it_resumes_bit_for_bit(whole, monkeypatch, tmp_path):
     assert start(monkeypatch, *again) == 0
     assert losses(tmp_path / "abc") == losses(whole)
     starts = [json.loads(line) for line in (tmp_path / "abc" / "starts.jsonl").read_text().splitlines()]
-    assert [each["after_step"] for each in starts] == [0, 6]
+    assert [record["after_step"] for record in starts] == [0, 6]
 
 
 def test_its_sharding_is_checked(monkeypatch, capsys):

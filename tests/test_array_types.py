@@ -42,8 +42,8 @@ def test_a_kernels_operands_are_checked():
 
 
 def test_what_decoding_hands_over_is_checked():
-    """On the host, and on one device, in a module where shardlib checks other functions: keys and lengths of other rows
-    than the cache has, candidates of another number of beams."""
+    """Keys and lengths of other rows than the cache has, and candidates of another number of beams, are refused on the
+    host, and on one device, in a module where shardlib checks other functions."""
     beams = decoding.Beams(2, 4, 1.0, np.array([7], np.uint32))
     values, ids = np.zeros((2, 6), np.float32), np.zeros((2, 6), np.int32)
     beams.advance(values, ids)

@@ -111,7 +111,7 @@ def stepped(config, tree, batch=BATCH, steps=1, module=train_any):
         ledger = of_step(program, vars(config.mesh), source=module.__file__, tokens=batch.targets.size)
         rows = differences(ledger, compiled.as_text())
         reasons = 'as all bfloat16 is by XLA:CPU', 'merged with an equal one'
-        assert all(any(each in row.reason for each in reasons) for row in rows), rows
+        assert all(any(reason in row.reason for reason in reasons) for row in rows), rows
         for number in range(steps):
             state, metrics = compiled(state, zero, jnp.uint32(number), placed)
             found.append(jax.tree.map(np.asarray, metrics))
@@ -200,7 +200,7 @@ def test_a_mixture_of_equal_experts_is_the_dense_model(capacity):
 # -- train.py ----------------------------------------------------------------------------------------------------------
 def as_train(config):
     """The same settings of train.py."""
-    model, training = ({each.name: getattr(part, each.name) for each in dataclasses.fields(type_)}
+    model, training = ({field.name: getattr(part, field.name) for field in dataclasses.fields(type_)}
                        for part, type_ in ((config.model, train.Model), (config.training, train.Training)))  # fmt: skip
     mesh = train.Mesh(d=config.mesh.d, t=config.mesh.t)
     return types.SimpleNamespace(mesh=mesh, model=train.Model(**model), training=train.Training(**training))
@@ -231,7 +231,7 @@ def beside_train(mesh, **changes):
     batch, tree = dataclasses.replace(BATCH, is_seq_start=starts), weights_of(model)
     config = config_of(model, mesh_of(mesh), training)
     state, metrics = stepped(config, tree, batch, steps=3)
-    ours, theirs = [float(each.loss) for each in metrics], steps_of_train(config, tree, batch, 3)
+    ours, theirs = [float(step.loss) for step in metrics], steps_of_train(config, tree, batch, 3)
     return config, ours, state.weights.trained, *theirs
 
 

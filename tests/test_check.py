@@ -34,7 +34,7 @@ def test_reshape_tracking():
             [dim if isinstance(dim, int) else parts.size(*dim) if dim[0] > 1 else 1 for dim in dims]
             for dims in (before, shape)
         ]
-        given, made = ([SimpleNamespace(aval=SimpleNamespace(shape=tuple(each)))] for each in sizes)
+        given, made = ([SimpleNamespace(aval=SimpleNamespace(shape=tuple(dims)))] for dims in sizes)
         eqn = SimpleNamespace(
             primitive=SimpleNamespace(name="reshape"), params=dict(dimensions=None), invars=given, outvars=made
         )
@@ -152,7 +152,7 @@ def test_kinds_of_mesh(kind):
 
 
 def test_a_package_is_no_part_of_the_program_wherever_it_lies(tmp_path):
-    """As pip installs it with --target: a folder of its own beside what is known of it."""
+    """A package that pip has installed with --target is known by what lies beside its folder."""
     (tmp_path / "einops").mkdir()
     assert is_users(str(tmp_path / "einops" / "einops.py"))
     (tmp_path / "there" / "einops-1.0.dist-info").mkdir(parents=True)

@@ -49,8 +49,8 @@ def run(batch, mesh=None) -> list:
 
     def together(arguments):
         results = {}
-        for k, each in enumerate(batch):
-            function = each.build(whole=mesh is None)
+        for k in range(len(batch)):
+            function = batch[k].build(whole=mesh is None)
             try:
                 results[k] = (function if mesh is None else typed_shard_map(function, check=False))(*arguments[k])
             except MISFITS as error:
@@ -86,7 +86,7 @@ def difference(ours, truth) -> str | None:
 
 
 def faults(programs, meshes=MESHES) -> list[list[str | None]]:
-    """Of each program, by mesh, in words, where it gives something else than on whole arrays."""
+    """Each program's faults, by mesh: in words, where it gives something else than on whole arrays."""
     found = []
     for start in range(0, len(programs), 25):
         batch = programs[start : start + 25]
@@ -193,10 +193,10 @@ def on_whole_arrays(sizes) -> dict[str, object]:
     """The names of right_programs.py, with operations that know of no devices."""
     names = vars(right_programs) | dict(shardops=Whole(sizes), typed=lambda function: function)
     names["check"] = lambda dtype, spec, value: value
-    for name, each in vars(right_programs).items():
-        if inspect.isfunction(each) and each.__module__ == right_programs.__name__:
-            each = inspect.unwrap(each)
-            names[name] = FunctionType(each.__code__, names, name, each.__defaults__)
+    for name, value in vars(right_programs).items():
+        if inspect.isfunction(value) and value.__module__ == right_programs.__name__:
+            value = inspect.unwrap(value)
+            names[name] = FunctionType(value.__code__, names, name, value.__defaults__)
     return names
 
 
@@ -211,7 +211,7 @@ def written() -> list[Written]:
         )
         for row in (*table(right_programs.ACCEPTED), *linear)
     ]
-    return [*(Written(each, (SIZES,), small[each.__name__]) for each in right_programs.RIGHT), *rows]
+    return [*(Written(function, (SIZES,), small[function.__name__]) for function in right_programs.RIGHT), *rows]
 
 
 WRITTEN = written()
@@ -226,7 +226,7 @@ def test_right_programs_are_accepted(program):
 @pytest.mark.parametrize("meshes", [[(4, 2)], *small.slow(MESHES)], ids=len)
 def test_right_programs_are_right(meshes):
     """Each gives on every mesh what it means on whole arrays."""
-    assert [(str(each), wrong) for each, wrong in zip(WRITTEN, faults(WRITTEN, meshes)) if any(wrong)] == []
+    assert [(str(program), wrong) for program, wrong in zip(WRITTEN, faults(WRITTEN, meshes)) if any(wrong)] == []
 
 
 @each_row(table(right_programs.OF_DEVICES))

@@ -355,12 +355,12 @@ def test_published_models(name, times, tmp_path):
     before = digest(original)
 
     def convert_it(*arguments):
-        attempt(lambda: convert.main(load(convert.Convert, None, [str(each) for each in arguments])))
+        attempt(lambda: convert.main(load(convert.Convert, None, [str(argument) for argument in arguments])))
 
     def check(what, other, header, edits):
         folder, to, out = tmp_path / "damaged", tmp_path / "in", tmp_path / "out"
-        for each in (folder, to, out):
-            shutil.rmtree(each, ignore_errors=True)
+        for path in (folder, to, out):
+            shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(original, folder)
         whole, parts = folder / "model.safetensors", sorted(folder.glob("part*"))
         if what == "index":
@@ -387,7 +387,7 @@ def test_published_models(name, times, tmp_path):
         files = [folder / file for file in set(index.values())] if what == "index" else [whole]
         found = {key: value for file in files for key, value in load_file(file).items()}
         written = load_file(out / "model.safetensors")
-        assert written and all(each.tobytes() == found[key].tobytes() for key, each in written.items())
+        assert written and all(tensor.tobytes() == found[key].tobytes() for key, tensor in written.items())
 
     kinds = st.sampled_from(["header", "start", "file", "config", "index", "family"])
     others = st.sampled_from(sorted(path.name for path in GOLDEN.iterdir()))

@@ -66,7 +66,7 @@ def test_functions_are_short():
 
 
 def test_lines_have_120_columns():
-    """At most, also in files that ruff does not see."""
+    """No line has more, also in files that ruff does not see."""
     kinds = "Makefile pyproject.toml requirements-*.txt launch/* configs/**/*.yaml".split()
     kinds += [f"{room}/**/*{kind}" for room in FOLDERS for kind in (".css", ".html", ".js", ".yaml")]
     files = [path for kind in kinds for path in ROOT.glob(kind)]
@@ -123,7 +123,7 @@ def within(module, rooms):
 
 
 def test_imports_are_found_wherever_they_stand():
-    """Of a module, of names from one, of a module from a package, at the top and inside a function."""
+    """A module, names from one and a module from a package are found, at the top and inside a function."""
     known = dict.fromkeys(("tools", "tools.plan", "runtime.run", "train"))
     source = "import tools.plan\nimport jax\ndef f():\n    import train\n    from runtime.run import Run\n"
     assert sorted(imports_of(source, known)) == ["runtime.run", "tools.plan", "train"]
@@ -139,7 +139,9 @@ def test_rooms_import_only_what_they_may():
         room = max((room for room in ARROWS if within(name, [room])), key=len, default=None)
         if room is not None:
             allowed = [room, *ARROWS[room].split()]
-            foreign += [f"{name}: {each}" for each in imports_of(path.read_text(), known) if not within(each, allowed)]
+            foreign += [
+                f"{name}: {module}" for module in imports_of(path.read_text(), known) if not within(module, allowed)
+            ]
     assert not foreign
 
 
@@ -183,10 +185,10 @@ def test_every_operation_in_train_py_has_its_string_on_the_line():
 def strings_of(tree):
     """The texts in a program, docstrings and what an error says left out."""
     silent = {
-        id(each)
+        id(part)
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        for each in ast.walk(node)
+        for part in ast.walk(node)
     }
     return [
         node.value
@@ -227,7 +229,7 @@ BROAD = {"tools/engine.py": 2, "runtime/data/apart.py": 1}
 
 def is_broad(handler):
     """Whether a handler takes every exception, under a name or not, alone or among others."""
-    names = {"BaseException"} if handler.type is None else {ast.unparse(each) for each in ast.walk(handler.type)}
+    names = {"BaseException"} if handler.type is None else {ast.unparse(node) for node in ast.walk(handler.type)}
     return bool(names & {"Exception", "BaseException"})
 
 
@@ -237,7 +239,7 @@ def broad_handlers(source):
 
 
 def test_broad_handlers_are_found():
-    """Without a type, with either name, named, in a tuple; narrow ones are none."""
+    """Handlers without a type, with either name, named and in a tuple are broad; narrow ones are not."""
     kinds = "", "Exception", "BaseException as e", "(OSError, Exception) as e", "OSError", "(ValueError, OSError)"
     source = "".join(f"try: f()\nexcept {kind}: pass\n" for kind in kinds)
     assert broad_handlers(source) == [2, 4, 6, 8]

@@ -104,7 +104,7 @@ def test_every_mutant_of_a_recipe_is_refused(title, tmp_path, record_property):
     source = recipe(title, tmp_path / "recipe")
     assert check_steps(tmp_path / "recipe" / "train.py", source, mesh) > 100
     lines = source.splitlines()
-    made = [each for each in mutants(source, tuple(mesh)) if lines[each[1] - 1] not in before]
+    made = [mutant for mutant in mutants(source, tuple(mesh)) if lines[mutant[1] - 1] not in before]
     count = refuse_all(made, functools.partial(check_steps, mesh=mesh), tmp_path)
     record_property("summary", f"{count} mutants of docs/changing.md, {title}: none accepted")
     assert count > 100 or title not in MESH_OF_RECIPE

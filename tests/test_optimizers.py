@@ -88,7 +88,7 @@ def steps(training, mesh, weights, gradients, types=None, check=False, update=op
 
 
 def same_bits(one, other):
-    leaves = [jax.tree.leaves(each) for each in (one, other)]
+    leaves = [jax.tree.leaves(tree) for tree in (one, other)]
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(*leaves, strict=True))
 
 
@@ -222,7 +222,7 @@ def test_muon_is_the_published_formula(mesh):
     settings, weights, gradients = training(optimizer="muon"), draw(0), [draw(1), draw(2)]
     state = steps(settings, mesh, weights, gradients, check=mesh == (2, 4))
     for name, row in MATRICES.items():
-        history = [getattr(each, name) for each in gradients]
+        history = [getattr(gradient, name) for gradient in gradients]
         weight, momentum = muon(getattr(weights, name), history, row, settings)
         np.testing.assert_allclose(getattr(state.weights, name), weight, atol=1e-5)
         np.testing.assert_allclose(getattr(state.adam_mu, name), momentum, atol=1e-5)
@@ -230,7 +230,7 @@ def test_muon_is_the_published_formula(mesh):
     if mesh == (4, 2):
         adamw = steps(training(), mesh, weights, gradients)
         for name in ("norm", "embed"):
-            found, expected = (getattr(each.weights, name) for each in (state, adamw))
+            found, expected = (getattr(run.weights, name) for run in (state, adamw))
             np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -405,7 +405,7 @@ def test_dropout_keeps_the_mean():
     with on_mesh(1, 1):
         found = np.asarray(jax.jit(typed_shard_map(drops, check=False))(x, np.arange(2000, dtype=np.uint32), rows))
         masks = [
-            np.asarray(each) == 0 for each in jax.jit(typed_shard_map(calls))(np.ones((2, 64, 64), np.float32), rows)
+            np.asarray(array) == 0 for array in jax.jit(typed_shard_map(calls))(np.ones((2, 64, 64), np.float32), rows)
         ]
     sigma = np.abs(x) * math.sqrt(0.25 / 0.75 / 2000)
     assert (np.abs(found.mean(axis=0) - x) <= 5 * sigma).all()

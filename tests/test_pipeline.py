@@ -54,7 +54,7 @@ def labelled(module, p, v, groups):
             shardops.psum(f'{dims} +p +r +d +c +e +t -> {dims}', x)
             for dims, x in (('N', of_a), ('', loss), ('', alone))
         ]
-        return *sums, seen, *(shardops.psum('p/p v +r +d +c +e +t -> p/p v', each) for each in of_pieces), of_stream
+        return *sums, seen, *(shardops.psum('p/p v +r +d +c +e +t -> p/p v', x) for x in of_pieces), of_stream
 
     module.act.dtype = jnp.float32
     pieces = np.arange(p * v, dtype=np.float32).reshape(v, p).T  # piece i is the (i // p)th of stage i % p
@@ -81,8 +81,8 @@ def require_labels(module, p, v, groups):
     seen = dealt([(piece + 1) * numbers.sum() for piece in range(pieces)])
     of_stream = np.roll((a * 3**pieces).reshape(groups, p).T, 1, axis=0)[:, :, None, None, None]
     loss = np.sum(a * labels[-1])
-    expected = labels[-1], loss, loss, seen, dealt([each.sum() for each in back]), of_g, of_stream
-    assert max(np.max(each) for each in expected) < 2**24  # float32 has them exactly
+    expected = labels[-1], loss, loss, seen, dealt([array.sum() for array in back]), of_g, of_stream
+    assert max(np.max(value) for value in expected) < 2**24  # float32 has them exactly
     for found, right in zip(labelled(module, p, v, groups), expected, strict=True):
         np.testing.assert_array_equal(found, right)
 
@@ -90,7 +90,7 @@ def require_labels(module, p, v, groups):
 SCHEDULES = [
     (4, 1, 2),
     (2, 2, 2),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1, 1), (2, 3, 1), (4, 2, 1)]),
+    *(pytest.param(*schedule, marks=pytest.mark.slow) for schedule in [(2, 1, 1), (2, 3, 1), (4, 2, 1)]),
 ]
 
 

@@ -60,7 +60,7 @@ def trained(module, axes):
         metrics = [None] * 3
         for number in range(3):
             state, metrics[number] = step(state, jnp.uint32(0), jnp.uint32(number), batch)
-    return [float(metrics[0].grad_norm), *(float(each.loss) for each in metrics)]
+    return [float(metrics[0].grad_norm), *(float(of_step.loss) for of_step in metrics)]
 
 
 @pytest.mark.parametrize("title", [TIED, *small.slow(*sorted(PAGES.keys() - {TIED}))])
@@ -94,8 +94,8 @@ WINDOW = """\
 @pytest.mark.slow
 @pytest.mark.parametrize("title, different", [("LayerNorm", "forward, layer_norm, rms_norm"), (None, "attention")])
 def test_a_changed_model_is_not_taken_for_a_llama(title, different, tmp_path):
-    """As a user meets it: a run of the LayerNorm page, or with a window of 20 written into attention, is exported,
-    decoded and scored by nobody who computes another model; the refusal names the functions that differ."""
+    """A run of the LayerNorm page, or with a window of 20 written into attention, is exported, decoded and scored by
+    no tool that computes another model; the refusal, as a user meets it, names the functions that differ."""
     copy_of_the_repository(tmp_path)
     source = recipe(title, tmp_path) if title else changed(train_py(), WINDOW)
     (tmp_path / "train.py").write_text(source)
@@ -161,8 +161,8 @@ def test_a_family_computes_what_its_factors_say(granite):
     }
     logits = []
     with on_mesh(2, 2):
-        for family, (each, weights) in given.items():
-            source = types.SimpleNamespace(family=family, model=each)
+        for family, (model, weights) in given.items():
+            source = types.SimpleNamespace(family=family, model=model)
             step = typed_shard_map(loss_and_logits(source, narrowed(family.Weights, weights)))
             numbers = {**vars(small.BATCH), "targets": small.BATCH.targets.astype(np.uint32)}
             batch = jax.device_put(TokenBatch(**numbers), make_shardings(TokenBatch))
@@ -190,8 +190,8 @@ def test_a_family_is_published_and_read(granite):
 
 @pytest.mark.slow
 def test_a_family_is_trained_everywhere(granite, tmp_path):
-    """In a copy of the repository that has the file: on three axes, on stages, the losses of one device;
-    published and read again the same; adapters are trained beside what was published, and it decodes."""
+    """A copy of the repository has the file: on three axes and on stages the losses are those of one device; published
+    and read again it is the same; adapters are trained beside what was published, and it decodes."""
     copy_of_the_repository(tmp_path)
     os.symlink(ROOT / "synthetic_dataset.zarr", tmp_path / "synthetic_dataset.zarr")
     (tmp_path / "models").unlink()

@@ -125,7 +125,7 @@ def inverse(x):
 
 
 def gradient(function, x):
-    """Of the sum of what a function makes of 'B/d M/t'."""
+    """The gradient of the sum of what a function makes of 'B/d M/t'."""
     return shardops.grad(lambda x: shardops.sum_unreduced('B/d M/t -> +d +t', function(x)))(x)
 
 
@@ -941,7 +941,7 @@ def test_the_mesh_divides_sizes_that_jax_makes():
     "n // 4 * 3", "divmod(n, 4)[1]", "2 if n == 16 else 3", "2 if n in (8, 16) else 3", "{16: 2}.get(n, 3)",
 ])  # fmt: skip
 def test_what_a_package_decides_by_a_size_is_refused(body, tmp_path):
-    """As in the program itself: in an installed package, and in code of no file."""
+    """An installed package and code of no file may decide no more than the program itself."""
     (tmp_path / "site-packages").mkdir()
     module = module_of(tmp_path / "site-packages/decided.py", f"decided = lambda n: {body}\n")
     for decided in module.decided, eval(f"lambda n: {body}"):

@@ -101,7 +101,7 @@ def with_gradients(row, axes):
     """The program of a row on a mesh: the result, and the gradient of the sum of its squares for each float operand."""
     function = typed(program(*row))
     signature = inspect.signature(function, eval_str=True)
-    types, result = [each.annotation for each in signature.parameters.values()], signature.return_annotation
+    types, result = [parameter.annotation for parameter in signature.parameters.values()], signature.return_annotation
     floats = tuple(index for index, type_ in enumerate(types) if type_.element is f32 and result.element is f32)
 
     def both(*values):
@@ -114,9 +114,9 @@ def with_gradients(row, axes):
             return shardops.pending(f"{owed} -> {' '.join('+' + axis for axis in axes)}", total)
 
         gradients = shardops.grad(loss, argnums=floats)(*values) if floats else ()
-        return function(*values), *(reduced(types[at].spec, each, axes) for at, each in zip(floats, gradients))
+        return function(*values), *(reduced(types[at].spec, gradient, axes) for at, gradient in zip(floats, gradients))
 
-    parameters = [each.replace(annotation=type_) for each, type_ in zip(signature.parameters.values(), types)]
+    parameters = [parameter.replace(annotation=type_) for parameter, type_ in zip(signature.parameters.values(), types)]
     results = tuple[(result, *(types[at] for at in floats))]
     both.__signature__ = inspect.Signature(parameters, return_annotation=results)
     return both, types, floats
@@ -383,7 +383,7 @@ def test_products_of_8_bit_numbers(mesh):
 
     draws = np.random.default_rng(3)
     x = draws.standard_normal((8, 16)) * np.exp(draws.standard_normal((8, 1)) * 4)  # rows of very different sizes
-    x, w, g = (each.astype(np.float32) for each in (x, *draws.standard_normal((2, 8, 16))))
+    x, w, g = (array.astype(np.float32) for array in (x, *draws.standard_normal((2, 8, 16))))
     g = g[:, :8]
     with jax.set_mesh(make_mesh(mesh, devices=jax.devices()[: mesh["d"] * mesh["t"]])):
         traced = jax.jit(typed_shard_map(both)).trace(x, w, g)

@@ -43,7 +43,7 @@ def published(path, name):
     convert.main(load(convert.Convert, None, [str(folder), str(path.parent / "out")]))
 
 
-# By the suffix that the file needs, who reads it.
+# A reader's name ends with the suffix that its file needs.
 READERS = {
     "prompts .txt": lambda path: generate.prompts_of(generate.Generate(model="m", input=str(path))),
     "prompts .jsonl": lambda path: generate.prompts_of(generate.Generate(model="m", input=str(path))),
@@ -74,7 +74,7 @@ READERS = {
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("reader", READERS)
 def test_refused(reader, kind, tmp_path, capsys):
-    """Within the test's time, with nothing written beside; the message is one line or more without a traceback."""
+    """It is refused within the test's time, with nothing written beside, in one line or more without a traceback."""
     (tmp_path / "text.txt").write_text("a text\n" * 100)
     path = tmp_path / f"strange{reader.partition(' ')[2]}"
     MAKE[kind](path)

@@ -116,9 +116,9 @@ EXPERTS = {"targets": "expert_.*|w_q"}
 @pytest.mark.parametrize("name, mesh, lora, changes", [
     ("llama", (2, 2), {}, {}),
     pytest.param("olmoe", (2, 2, 2), EXPERTS, {}, marks=pytest.mark.slow),
-    *(pytest.param(each, (1, 1), {}, {}, marks=pytest.mark.slow) for each in "llama gpt2 t5".split()),
-    *(pytest.param(each, (2, 2), {}, {}, marks=pytest.mark.slow)
-      for each in "gpt2 qwen3 olmo2 gemma2 gemma3 gptj olmoe t5 t5_gated".split()),
+    *(pytest.param(name, (1, 1), {}, {}, marks=pytest.mark.slow) for name in "llama gpt2 t5".split()),
+    *(pytest.param(name, (2, 2), {}, {}, marks=pytest.mark.slow)
+      for name in "gpt2 qwen3 olmo2 gemma2 gemma3 gptj olmoe t5 t5_gated".split()),
     pytest.param("mixtral", (1, 2, 4), EXPERTS, {}, marks=pytest.mark.slow),
     pytest.param("olmoe", (2, 1, 2), EXPERTS, {"capacity": 4.0}, marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -145,7 +145,7 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, l
         step, draws = jax.jit(typed_shard_map(dense)), np.random.default_rng(0)
         rounded = jax.tree.map(lambda w: (w * (1 + draws.uniform(-1, 1, w.shape) * 2**-24)).astype(w.dtype), merged)
         (loss, _, by_w), (_, _, by_rounded) = (
-            step(jax.device_put(each, make_shardings(type_)), *given) for each in (merged, rounded)
+            step(jax.device_put(tree, make_shardings(type_)), *given) for tree in (merged, rounded)
         )
         by_w, by_rounded, weights = jax.tree.map(np.asarray, (by_w, by_rounded, weights))
     with on_mesh(**dict(zip("dte", mesh))):
@@ -245,7 +245,7 @@ def test_no_gradient_of_the_base_is_computed(dtype):
 
 
 def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
-    """Within a tenth on a CPU, where the logits and their copies are most of a step's memory."""
+    """It is so within a tenth on a CPU, where the logits and their copies are most of a step's memory."""
     sizes = dict(d_model=64, n_q_per_kv=1, n_kv=2, d_head=32, layers=1, vocab=49152, d_ff=128, rope_max_timescale=256)
     training = dataclasses.replace(TRAINING, tokens=Tokens(batch=8, len=64))
     config = config_of(llama.Model(**sizes, compute_dtype="float32"), training=training, lora=train_any.Lora(rank=8))
@@ -354,7 +354,7 @@ def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, mon
 
 
 def test_a_family_that_has_changed_is_refused(lora_run, start, capsys, monkeypatch, pool):
-    """By a run that resumes, by one that begins from its weights, and by tools that take them."""
+    """A run that resumes, one that begins from its weights, and tools that take them refuse it."""
     of_family = program._of_family
     monkeypatch.setattr(program, "_of_family", lambda family: of_family(family) | {"models.llama": "of another"})
     keys = ["lora.rank=2", "lora.alpha=6", "lora.targets=w_.*", "lora.dropout=0.2", "mesh.d=2", "training.steps=5"]
@@ -461,14 +461,14 @@ def test_adapters_of_peft_are_taken(name, pool, tmp_path):
 
     adapters.write_peft(tmp_path, named, read, about)
     if name == "olmoe":
-        gate = [each for each in named if each.place.name == "expert_gate"]
+        gate = [adapter for adapter in named if adapter.place.name == "expert_gate"]
         with pytest.raises(RunError, match="PEFT has adapters of experts' gate and up"):
             adapters.write_peft(tmp_path / "gate", gate, read, about)
-    written, expected = (load_file(each / "adapter_model.safetensors") for each in (tmp_path, folder))
+    written, expected = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, folder))
     assert written.keys() == expected.keys()
     for key, tensor in expected.items():
         assert written[key].tobytes() == tensor.tobytes(), key
-    ours, theirs = (json.loads((each / "adapter_config.json").read_text()) for each in (tmp_path, folder))
+    ours, theirs = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, folder))
     for key in ("peft_type", "r", "lora_alpha", "lora_dropout", "bias", "task_type"):
         assert ours[key] == theirs[key]
     assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
@@ -609,7 +609,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
     for keys, message in refused:
         assert start("cannot_be", *keys) == 1
         assert says(message, capsys.readouterr().err), keys
-        assert sorted(each.name for each in (start.folder / "cannot_be").iterdir()) == ["profile", "step.svg"], keys
+        assert sorted(path.name for path in (start.folder / "cannot_be").iterdir()) == ["profile", "step.svg"], keys
 
 
 def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):

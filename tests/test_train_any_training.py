@@ -329,8 +329,8 @@ def test_a_config_of_train_py(small_run, tmp_path):
     config = ["--config-name=local_test_synthetic", "mesh={d: 2, t: 2}"]
     small_run("first", *config, "training.steps=1", trainer=train)
     expected, found = (
-        small_run(each.__name__, *config, f"initial_weights={tmp_path}/first", trainer=each)
-        for each in (train, train_any)
+        small_run(trainer.__name__, *config, f"initial_weights={tmp_path}/first", trainer=trainer)
+        for trainer in (train, train_any)
     )
     assert found == pytest.approx(expected, rel=3e-7)
 

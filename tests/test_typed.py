@@ -39,7 +39,7 @@ class Weights:
 def line(text) -> str:
     """'file:line' of the line of this file that ends with a comment."""
     with open(__file__) as file:
-        (found,) = [number for number, each in enumerate(file, 1) if each.endswith(f"  # {text}\n")]
+        (found,) = [number for number, code in enumerate(file, 1) if code.endswith(f"  # {text}\n")]
     return f"{__file__}:{found}"
 
 

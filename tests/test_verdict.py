@@ -23,7 +23,7 @@ PROGRAMS = [
         if verdict != "accepted" and "mesh that divides" not in words
     ),
     *((program(*row), True, (SIZES, SINGLE)) for row in table(OF_DEVICES)),
-    *((each.function, True, each.sizes) for each in WRITTEN),
+    *((written.function, True, written.sizes) for written in WRITTEN),
 ]
 
 
@@ -36,9 +36,9 @@ def is_accepted(function, mesh, sizes) -> bool:
 
 @pytest.mark.parametrize("count", [40, *small.slow(len(PROGRAMS))])
 def test_the_verdict_is_the_same_on_every_mesh(count, record_property):
-    """On 1 x 1, 2 x 1, 4 x 2, 2 x 4, 8 x 1 and 1 x 8, for every program of the tests, also where a device holds one
-    row; quickly, for some of them. What is refused is so on a mesh with another axis too, on which a loss '+d +t' is
-    none."""
+    """It is so on 1 x 1, 2 x 1, 4 x 2, 2 x 4, 8 x 1 and 1 x 8, for every program of the tests, also where a device
+    holds one row; quickly, for some of them. What is refused is so on a mesh with another axis too, on which a loss
+    '+d +t' is none."""
     for function, expected, several in random.Random(0).sample(PROGRAMS, count):
         for sizes in several:
             for mesh in OF_EIGHT if sizes is SINGLE else OF_D_AND_T if expected else MESHES:

@@ -281,7 +281,7 @@ class Run:
             return os.listdir(self.folder / below) if (self.folder / below).is_dir() else []
         prefix = f"{self.name}/{below}/"
         pages = _store().get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
-        return [each["Key"].removeprefix(prefix) for page in pages for each in page.get("Contents", [])]
+        return [entry["Key"].removeprefix(prefix) for page in pages for entry in page.get("Contents", [])]
 
     def _read(self, name: str) -> str:
         if not self.folder:

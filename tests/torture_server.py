@@ -39,7 +39,7 @@ QUESTIONS = [
     (TEXT, {"prompt": "bead", "seed": 3, "max_tokens": 9, "top_p": 0.9}),  # another program: compiling takes 80 MB
     (TEXT, {"prompt": ["cafe", "dead"], "n": 2, "seed": 5, "max_tokens": 9, "stop": "a"}),
 ]
-KEYS = [*(each["name"] for each in REQUEST.core_schema["schema"]["fields"]), "max_tokens", "unknown", *WITHOUT_EFFECT]
+KEYS = [*(field["name"] for field in REQUEST.core_schema["schema"]["fields"]), "max_tokens", "unknown", *WITHOUT_EFFECT]
 VALUES = [
     True, -1, 0, 1.5, 2**31, 2**63, 10**30, "", "x" * 10**4, "\ud800", "\x00", "bytes \u202e\U0001f600", [], {}, [[]],
     [1] * 3000, [-1], [2**40], [[1], "a"], {"a": 1}, [{"role": "user"}], [{"role": 7, "content": "a"}], 1e-300, 400,
@@ -101,7 +101,7 @@ def main(config: TortureServer) -> None:
                 print(f"minute {len(memory) - 1}: {memory[-1]:.0f} MB, {counts['attacks']} attacks", flush=True)
             for thread in threads:
                 thread.join()
-            if not same([asked(port, each, counts) for each in QUESTIONS], expected):
+            if not same([asked(port, question, counts) for question in QUESTIONS], expected):
                 wrong.append("other answers at the end")
             engine = counted(port)
             if engine["answered"] + engine["left"] != engine["requests"] or "failed" in engine:

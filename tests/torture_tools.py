@@ -143,7 +143,7 @@ def torture(name: str, job: Job, folder: Path, draw: random.Random, kills: int, 
 
 
 def written_to(job: Job, folder: Path, to: Path) -> list[str]:
-    return [each.format(inputs=folder / "inputs", to=to) for each in job.arguments.split()]
+    return [argument.format(inputs=folder / "inputs", to=to) for argument in job.arguments.split()]
 
 
 def end_at_a_moment(life: Life, to: Path, draw: random.Random, whole_s: float) -> None:
@@ -161,8 +161,8 @@ def wait_for(life: Life, condition: Callable[[], bool], longest_s: float) -> Non
 
 
 def digest(path: Path) -> str:
-    """Of a file, or of all files in a folder, with their names; without the random ids that plotly gives its plots."""
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    """The digest of a file, or of a folder's files and their names; the random ids of plotly's plots are left out."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     content = hashlib.sha256()
     for file in files:
         content.update(f"{file.relative_to(path)}\0".encode() + re.sub(UUID, b"", file.read_bytes()))

@@ -49,8 +49,8 @@ def commands(path):
     likely = [line for language, body in blocks(text) if language == "" for line in lines_of(body)]
     likely += [line.strip() for line in prose.splitlines() if line.startswith("    ")]
     likely += re.findall(r"`([^`\n]+)`", prose)
-    found = certain + [each for each in likely if re.match(STARTS, each)]
-    return [re.sub(r"\s+", " ", re.sub(r"\s+# .*", "", each)).strip() for each in found]
+    found = certain + [line for line in likely if re.match(STARTS, line)]
+    return [re.sub(r"\s+", " ", re.sub(r"\s+# .*", "", command)).strip() for command in found]
 
 
 def test_every_block_is_of_a_known_kind():
@@ -101,11 +101,11 @@ def check_arguments(module, arguments):
         return  # follow.py, which has two arguments
     class_ = plan.config_class(arguments) if given[2] else getattr(importlib.import_module(module), given[1])
     name, overrides, sweeps = None, [], "-m" in arguments
-    for each in arguments:
-        if each.startswith("--config-name="):
-            name = each.removeprefix("--config-name=")
-        elif each != "-m":
-            overrides.append(each.split(",")[0] if sweeps else each)  # a sweep: its first job
+    for argument in arguments:
+        if argument.startswith("--config-name="):
+            name = argument.removeprefix("--config-name=")
+        elif argument != "-m":
+            overrides.append(argument.split(",")[0] if sweeps else argument)  # a sweep: its first job
     load(class_, None if name == "my_config" else name, overrides)  # my_config: the reader's
 
 
@@ -130,7 +130,7 @@ def test_keys_configs_flags_and_files_of_commands_are_there(path):
 
 def test_the_check_of_the_readme(capsys):
     """The check on 512 × 2 devices that are not there."""
-    (command,) = [each for each in commands(ROOT / "README.md") if "check_only=true mesh.d=512" in each]
+    (command,) = [line for line in commands(ROOT / "README.md") if "check_only=true mesh.d=512" in line]
     train.main(load(train.Config, "local_test_synthetic", shlex.split(command)[3:]))
     assert "training_step on the mesh d=512 × t=2: " in capsys.readouterr().out
 
@@ -162,7 +162,7 @@ def test_from_conversations_to_a_model(tmp_path):
     copy_of_the_repository(tmp_path)
     shutil.copytree(ROOT / "docs/chats", tmp_path / "docs/chats")
     steps = "steps=2 steps_for_lr=2 warmup_steps=0 learning_rate=1e-3"
-    steps = [*(f"training.{each}" for each in steps.split()), "eval_interval=1", "log_interval=1"]
+    steps = [*(f"training.{setting}" for setting in steps.split()), "eval_interval=1", "log_interval=1"]
     fewer = {"train_any": steps, "tools.generate": ["tokens=5"]}
     chats = "input=docs/chats/train.jsonl format=chat tokenizer=train_bpe bpe_vocab=400 validation_fraction=0.2"
     run_in(tmp_path, ["python", "-m", "tools.tokenize_text", *chats.split(), "output=own.zarr"])
@@ -180,7 +180,7 @@ def test_from_conversations_to_a_model(tmp_path):
         run_in(tmp_path, [*words, *fewer.get(words[2], [])])
     for name in ("finetune_smollm2", "finetune_smollm2_lora"):
         of_steps = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        before, after = (each["validation_loss"] for each in map(json.loads, of_steps) if "validation_loss" in each)
+        before, after = (step["validation_loss"] for step in map(json.loads, of_steps) if "validation_loss" in step)
         assert after < before
 
 
@@ -211,15 +211,15 @@ def test_pairs_for_t5(tmp_path):
     for name, keys in ("pairs", []), ("adapters", ["paths.model_name=adapters", "lora.rank=8"]):
         run_in(tmp_path, [*learn, "training.learning_rate=3e-2", *keys])
         steps = list(map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()))
-        losses = [each["validation_loss"] for each in steps if "validation_loss" in each]
+        losses = [step["validation_loss"] for step in steps if "validation_loss" in step]
         assert losses[-1] < losses[0] < steps[0]["loss"]
     trained = {key.removeprefix("grad_norm_of/") for key in steps[0] if key.startswith("grad_norm_of/")}
-    matrices = {f"{each}_{x}" for each in ("encoder/w", "decoder/w", "decoder/cross") for x in "qkvo"}
-    assert {f"{each}/{factor}" for each in matrices for factor in "ab"} < trained
-    assert all(each.endswith(("/a", "/b")) for each in trained)
+    matrices = {f"{prefix}_{x}" for prefix in ("encoder/w", "decoder/w", "decoder/cross") for x in "qkvo"}
+    assert {f"{matrix}/{factor}" for matrix in matrices for factor in "ab"} < trained
+    assert all(key.endswith(("/a", "/b")) for key in trained)
     ask = "python -m tools.generate runs/pairs input=two.jsonl prompt_field=in_text temperature=0 output=jsonl"
     found = [json.loads(line) for line in run_in(tmp_path, ask.split()).splitlines()]
-    assert [(each["text"], each["ended"]) for each in found] == [(answer, True) for answer in answers.values()]
+    assert [(reply["text"], reply["ended"]) for reply in found] == [(answer, True) for answer in answers.values()]
 
 
 # == Links =============================================================================================================

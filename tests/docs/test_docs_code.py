@@ -180,7 +180,7 @@ class Example:
         self.home = "shardops." if hasattr(shardops, name) else "products."
         self.text = re.match(r"'(.*?)'", arguments)[1]
         left, self.arrow, right = self.text.replace("...", "B/d M/t").partition("->")
-        self.operands = [parse(each.strip()) for each in left.split(",")]
+        self.operands = [parse(operand.strip()) for operand in left.split(",")]
         self.result = parse(right.strip()) if self.arrow else self.operands[0]
         self.dtype = {"argmax": "i32", "any": "bool_", "index": "i32"}.get(name, "f32")
         if name == "index":  # its string is an axis
@@ -221,20 +221,20 @@ def examples():
         names, shown = re.findall(r"`(\w+)`", names), re.findall(r"`([^`]+)`", shown)
         names = names * len(shown) if len(names) == 1 else names
         assert len(names) == len(shown) or not shown, f"{names} have {len(shown)} examples"
-        found += [Example(name, each, *(cell.strip() for cell in cells)) for name, each in zip(names, shown)]
-    return [each for each in found if each.name not in OF_FUNCTIONS]
+        found += [Example(name, arguments, *(cell.strip() for cell in cells)) for name, arguments in zip(names, shown)]
+    return [example for example in found if example.name not in OF_FUNCTIONS]
 
 
 def test_the_table_has_every_operation():
     """All of shardops are in it, and those of other files; those that take a string have an example."""
-    own = {name for name, each in vars(shardops).items() if getattr(each, "__module__", "") == shardops.__name__}
+    own = {name for name, value in vars(shardops).items() if getattr(value, "__module__", "") == shardops.__name__}
     public = {name for name in own if name.islower() and name[0] != "_"} | {"product", "float8_scale", "ring"}
     public -= {"axis_size", "operate", "operation"}  # a number, of no type; what operations are made of
     public -= {name for name in public if name.startswith("require_")}
     assert (
         set(re.findall(r"`([a-z_0-9]+)`", "".join(re.findall(r"^\| (.*?) \|", table_of_operations(), re.M)))) == public
     )
-    assert {each.name for each in examples()} == public - OF_FUNCTIONS
+    assert {example.name for example in examples()} == public - OF_FUNCTIONS
 
 
 def word(axis, *specs):
@@ -258,13 +258,16 @@ def test_examples_of_the_notation(example, tmp_path, monkeypatch):
         assert changes == (set(re.findall(r"\w+ → \w+", example.change)) or in_words)
 
 
-@pytest.mark.parametrize("example", [each for each in examples() if each.arrow], ids=str)
+@pytest.mark.parametrize("example", [example for example in examples() if example.arrow], ids=str)
 def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
     """Each example sends, forward and backward, the collectives of its row and no others."""
     monkeypatch.setitem(prove.SIZES, "C", 160)
     module = example.module(tmp_path, example.result)
     sizes = prove.SIZES | dict.fromkeys(AXES, 1)
-    arrays = [prove.abstract(each.annotation, sizes) for each in inspect.signature(module.program).parameters.values()]
+    arrays = [
+        prove.abstract(parameter.annotation, sizes)
+        for parameter in inspect.signature(module.program).parameters.values()
+    ]
 
     def transposed(x, *others):
         result, transpose = jax.vjp(lambda x: module.operation(x, *others), x)

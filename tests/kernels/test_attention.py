@@ -103,8 +103,8 @@ def test_a_window_and_a_cap(name, block, length, window, cap, monkeypatch):
     given = operands(length, batch=1, Q=2, K=1, segments=2.0)
     with jax.default_matmul_precision("highest"):
         expected = with_gradient(of_layers(window, cap))(*given)
-        for each in [window] + [jnp.int32(window)] * (name == "blockwise"):
-            found = with_gradient(functools.partial(RUNNABLE[name], window=each, cap=cap))(*given)
+        for width in [window] + [jnp.int32(window)] * (name == "blockwise"):
+            found = with_gradient(functools.partial(RUNNABLE[name], window=width, cap=cap))(*given)
             assert max(distances(found, [np.asarray(x, np.float64) for x in expected])) < 2e-6
 
 
@@ -252,7 +252,7 @@ def test_parts_of_a_row_with_all_its_keys(parts, monkeypatch):
     expected = truth(q, k, v, segment, gradient)
     order = blockwise.dealt(length, devices)
     assert sorted(order) == list(range(length))
-    found = [np.zeros(each.shape, np.float32) for each in (q, q, k, v)]
+    found = [np.zeros(operand.shape, np.float32) for operand in (q, q, k, v)]
 
     @jax.jit
     def both(q, k, v, part, segment, key_segment, gradient):

@@ -135,15 +135,15 @@ def test_attention_in_a_ring(sizes, monkeypatch):
     """Rows with segments lie in zigzag order: o and the gradients are float64's to 2e-6, and the compiled program sends
     what the ledger counts."""
     monkeypatch.setattr(blockwise, 'BLOCK', 4)
-    q, k, v, segment, gradient = (np.asarray(each) for each in operands(32))
+    q, k, v, segment, gradient = (np.asarray(operand) for operand in operands(32))
     order = blockwise.dealt(32, sizes['c'])
-    given = *(each[:, order] for each in (q, k, v)), order, segment[:, order], gradient[:, order]
+    given = *(operand[:, order] for operand in (q, k, v)), order, segment[:, order], gradient[:, order]
     with jax.set_mesh(make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])):
         traced = jax.jit(typed_shard_map(attention)).trace(*given)
         compiled = traced.lower().compile()
         found = compiled(*given)
     expected = truth(q, k, v, segment, gradient)
-    assert max(distances(found, [each[:, order] for each in expected])) < 2e-6
+    assert max(distances(found, [array[:, order] for array in expected])) < 2e-6
     ledger = of_step(traced, sizes, source=__file__, tokens=64)
     rows = differences(ledger, compiled.as_text())  # nothing else stands between what both passes pass on first
     assert all(row.reason == 'merged with an equal one' for row in rows), rows
@@ -157,7 +157,7 @@ def test_nothing_of_a_turn_is_kept():
     """The backward pass keeps o and the log-sum-exp, once each; the operands are arguments here."""
     sizes = dict(d=2, c=4, t=2)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    q, k, v, segment, gradient = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands(64))
+    q, k, v, segment, gradient = (jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands(64))
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = typed_shard_map(attention, check=False)
         traced = jax.jit(mapped).trace(q, k, v, jax.ShapeDtypeStruct((64,), jnp.int32), segment, gradient)

@@ -74,7 +74,7 @@ def test_predictions_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool)
 
         run, segment = jax.jit(typed_shard_map(split(source, type_))), np.cumsum(starts, axis=1).astype(np.int32)
         expected, beside, within = [
-            np.asarray(run(weights, batch, Masked(each, kinds), segment)) for each in (tokens, *changed)
+            np.asarray(run(weights, batch, Masked(ids, kinds), segment)) for ids in (tokens, *changed)
         ]
         found = jax.jit(typed_shard_map(whole(source, type_)))(weights, batch, Masked(tokens, kinds))
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)

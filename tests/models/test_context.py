@@ -35,7 +35,7 @@ def check_context(path, source):
         return step
 
     ways = [("deal", "einsum"), ("deal", "blockwise"), ("gather", "einsum"), ("gather", "blockwise"), ("ring", "auto")]
-    return sum(typed_shard_map(program(*each)).check(MESH, q, k, k, segment) for each in ways)
+    return sum(typed_shard_map(program(*way)).check(MESH, q, k, k, segment) for way in ways)
 
 
 def check_experts(path, source):
@@ -60,14 +60,14 @@ def check_experts(path, source):
                 return y + shardops.pending("+b +c -> +b +c +t", others)
 
             gradient = shardops.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))(x, router, a, b, c)[1]
-            of_matrices = [shardops.psum("E/e M H/t +g +c -> E/e M H/t", each) for each in gradient[2:]]
+            of_matrices = [shardops.psum("E/e M H/t +g +c -> E/e M H/t", derivative) for derivative in gradient[2:]]
             of_x = shardops.psum("B/b L/c M +t -> B/b L/c M", gradient[0])
             return of_x, shardops.psum("M E +b +c +t -> M E", gradient[1]), *of_matrices
 
         return step
 
     cases = [(None, "M/t"), (1.25, "M/t"), (None, "M"), (1.25, "M")]
-    return sum(typed_shard_map(program(*each)).check(MESH, x, router, *[matrix] * 3) for each in cases)
+    return sum(typed_shard_map(program(*case)).check(MESH, x, router, *[matrix] * 3) for case in cases)
 
 
 CONTEXT, EXPERTS = "models/context.py", "models/experts.py"

@@ -46,14 +46,14 @@ def test_tokens_are_those_of_transformers(name, mesh, pool):
     """Greedy, which no filter changes, with a repetition penalty, and by four beams, token for token; four prompts of 1
     to 17 tokens at once."""
     expected = json.loads((FOLDER / name / "texts.json").read_text())
-    prompts = [each["prompt"] for each in expected]
+    prompts = [text["prompt"] for text in expected]
     with on_mesh(*mesh):
         generator = generator_of(name, pool)
         for key, penalty in (("greedy", 1.0), ("penalized", 1.4)):
             drawing = Drawing(tokens=20, temperature=0.0, top_k=3, repetition_penalty=penalty)
-            assert all_of(generator, prompts, [drawing] * 4) == [each[key] for each in expected], key
+            assert all_of(generator, prompts, [drawing] * 4) == [text[key] for text in expected], key
         beams = generator.search(prompts, tokens=20, beams=4, length_penalty=0.7)
-        assert [each.tokens for each in beams] == [each["beams"] for each in expected]
+        assert [beam.tokens for beam in beams] == [text["beams"] for text in expected]
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
@@ -62,10 +62,10 @@ def test_weights_that_stay_split_write_the_same(pool):
     expected = json.loads((FOLDER / "qwen2/texts.json").read_text())
     with on_mesh(4, 2):
         generator = generator_of("qwen2", pool, kept="split")
-        assert {each.sharding.spec[1] for each in (generator.weights[1].w_up, generator.weights[1].w_gate)} == {"d"}
+        assert {matrix.sharding.spec[1] for matrix in (generator.weights[1].w_up, generator.weights[1].w_gate)} == {"d"}
         drawings = [Drawing(tokens=20, temperature=0.0)] * 4
-        found = all_of(generator, [each["prompt"] for each in expected], drawings)
-    assert found == [each["greedy"] for each in expected]
+        found = all_of(generator, [text["prompt"] for text in expected], drawings)
+    assert found == [text["greedy"] for text in expected]
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
@@ -194,7 +194,7 @@ def test_int8_weights_are_rounded_once_a_column(name, mesh, pool):
         generator = Generator(source.family, source.model, weights, (), kept="int8")
         stack = generator.weights[1]
         matrices = [stack.w_q, stack.w_down if name == "llama" else stack.expert_down]
-        assert [each.dtype for each in jax.tree.leaves(matrices)] == ["int8", "float32"] * 2
+        assert [leaf.dtype for leaf in jax.tree.leaves(matrices)] == ["int8", "float32"] * 2
         (found,) = generator.search([prompt], tokens=8, beams=1, length_penalty=1.0)
 
         def rounded(w, axes):  # over the dims of each layer that are contracted
@@ -238,7 +238,7 @@ def test_drawn_tokens_are_the_same_on_every_mesh_and_alone(dtype, meshes, pool):
             generator = generator_of("llama", pool)
             drawn.append(all_of(generator, prompts, drawings))
             drawn.append([all_of(generator, [prompt], [drawing])[0] for prompt, drawing in zip(prompts, drawings)])
-    assert all(each == drawn[0] for each in drawn)
+    assert all(texts == drawn[0] for texts in drawn)
 
 
 def filtered(p, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

@@ -36,8 +36,8 @@ VARIANTS = {
     "gpt2": [{"positions": 64}, {"positions": 66, "first_position": 2, "activation": "relu"}],
     "gptj": [{"d_rotary": 4}],
 }
-EACH = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
-EACH = [each if each[1] == VARIANTS[each[0]][-1] else pytest.param(*each, marks=pytest.mark.slow) for each in EACH]
+CASES = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
+CASES = [case if case[1] == VARIANTS[case[0]][-1] else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 def source_of(family, variant):
@@ -49,7 +49,7 @@ def shapes_of(source):
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
-@pytest.mark.parametrize("name, variant", EACH)
+@pytest.mark.parametrize("name, variant", CASES)
 def test_the_loss_of_the_first_weights_is_that_of_guessing(name, variant):
     """The loss is within 1.5 nats of ln(vocabulary), since Gemma's tied table makes it repeat its input; each weight
     has a gradient."""
@@ -225,7 +225,7 @@ def test_a_file_without_the_head_is_read(name, prefix, pool, tmp_path):
 # -- The check ---------------------------------------------------------------------------------------------------------
 def check(path, source, name):
     """Checks each variant's loss with its gradient and its layer of decoding, of a changed file; returns the claims."""
-    return check_family(path, source, [SIZES | each for each in VARIANTS[name]], [loss_and_logits, decoded])
+    return check_family(path, source, [SIZES | variant for variant in VARIANTS[name]], [loss_and_logits, decoded])
 
 
 test_it_is_accepted, test_every_mutant_is_refused = proofs(

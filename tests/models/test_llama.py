@@ -76,13 +76,13 @@ def check_family(path, source, module="models.llama"):
             text = source if name == module else (ROOT / f"{name.replace('.', '/')}.py").read_text()
             sys.modules[name] = module_of(path.with_name(f"{name.rpartition('.')[2]}.py"), text)
             setattr(sys.modules["models"], name.rpartition(".")[2], sys.modules[name])
-        variants = [vars(small.MODEL) | {"attention": "einsum"} | each for each in VARIANTS]
+        variants = [vars(small.MODEL) | {"attention": "einsum"} | variant for variant in VARIANTS]
         given = {"models.llama": variants, "models.gpt2": [GPT2 | {"attention": "einsum"}]}
         return sum(claims_of(sys.modules[name], given[name], [loss_and_logits, decoded]) for name in families)
     finally:
         sys.modules.update(before)
-        for name, each in before.items():
-            setattr(sys.modules["models"], name.rpartition(".")[2], each)
+        for name, original in before.items():
+            setattr(sys.modules["models"], name.rpartition(".")[2], original)
 
 
 LEAST = {"models.weights": 3, "models.layers": 40, "models.llama": 30}

@@ -37,7 +37,7 @@ Expert = act["E/e M H/t"]
 def reference(x, weight, choice, w_gate, w_up, w_down, C):
     """Expert by expert and token by token; an expert takes the first C tokens that chose it, of each of six parts of a
     row."""
-    x, weight, choice = (each.reshape(48, 4, -1) for each in (x, weight, choice))
+    x, weight, choice = (array.reshape(48, 4, -1) for array in (x, weight, choice))
     y = np.zeros_like(x)
     for row in range(x.shape[0]):
         taken = [0] * len(w_gate)

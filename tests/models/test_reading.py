@@ -50,14 +50,14 @@ def test_masked_tokens_have_the_log_probabilities_of_transformers(mesh, pool):
     some = sequences_of(oracle)
     logits = [oracle["logits"][row, place] for row, place in some]
     fields = [padded([oracle[key][row, place] for row, place in some]) for key in ("inputs", "targets")]
-    fields += [padded([np.ones(len(each), int) for each in logits])]
+    fields += [padded([np.ones(len(array), int) for array in logits])]
     fields += [padded([oracle["kinds"][row, place] for row, place in some])]
     with on_mesh(*mesh):
         found, best = reader_of("bert", pool).predict(fields)
-    for n, each in enumerate(logits):
-        expected = np.take_along_axis(log_softmax(each, axis=-1), fields[1][n, : len(each), None], 1)[:, 0]
-        np.testing.assert_allclose(found[n, : len(each)], expected, atol=1e-4, rtol=0)
-        assert (best[n, : len(each)] == each.argmax(-1)).all()
+    for n, array in enumerate(logits):
+        expected = np.take_along_axis(log_softmax(array, axis=-1), fields[1][n, : len(array), None], 1)[:, 0]
+        np.testing.assert_allclose(found[n, : len(array)], expected, atol=1e-4, rtol=0)
+        assert (best[n, : len(array)] == array.argmax(-1)).all()
 
 
 @pytest.mark.usefixtures("proved_elsewhere")

@@ -319,7 +319,7 @@ def test_the_page_fits_a_terminal_and_says_what_costs(tmp_path):
     assert read_back == json.loads(json.dumps(ledger.to_json()))
     products = sum(row["flops"] * row["times"] for row in read_back["products"])
     assert products == sum(read_back["flops_per_device"].values())
-    assert read_back["memory"]["bytes"] == sum(each["bytes"] for each in read_back["memory"]["held"])
+    assert read_back["memory"]["bytes"] == sum(value["bytes"] for value in read_back["memory"]["held"])
 
 
 def nested(value) -> set[str]:

@@ -79,8 +79,8 @@ def test_what_the_kernel_keeps_is_said(name, ledgers, config):
     for row in (*kept, log_sum_exp):
         assert any(array(row) in line and "save_for_backward" in line for line in text.splitlines())
     bare = [
-        {dataclasses.replace(row, line=""): times for row, times in each.costs.collectives.items()}
-        for each in (ledger, ledgers["einsum"])
+        {dataclasses.replace(row, line=""): times for row, times in costs.collectives.items()}
+        for costs in (ledger.costs, ledgers["einsum"].costs)
     ]
     assert bare[0] == bare[1]
 
@@ -90,7 +90,7 @@ def test_the_forecast_has_no_scores(name, ledgers, config):
     """Some of the einsum's values have the length in two dims; none of these kernels' values has."""
     length = config.training.tokens.len
     scores = {
-        each: [value.shape for value in ledgers[each].memory.largest if value.shape.count(length) > 1]
-        for each in ("einsum", name)
+        attention: [value.shape for value in ledgers[attention].memory.largest if value.shape.count(length) > 1]
+        for attention in ("einsum", name)
     }
     assert scores["einsum"] and not scores[name]

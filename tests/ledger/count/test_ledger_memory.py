@@ -66,7 +66,7 @@ HELD = {
 @pytest.mark.parametrize("function, shapes, elements", HELD.values(), ids=HELD)
 def test_what_small_programs_hold(function, shapes, elements):
     """The forecast's peak of small programs is what one counts by hand."""
-    assert besides_arguments(function, *shapes) == [4 * each for each in elements]
+    assert besides_arguments(function, *shapes) == [4 * count for count in elements]
 
 
 def test_results_take_the_place_of_donated_arguments():
@@ -116,7 +116,7 @@ def test_a_reduction_of_a_cpu_reads_what_is_selected_from_memory():
     block = read(jax.make_jaxpr(loss)(X, W, jax.ShapeDtypeStruct((8,), jnp.int32)))
     for on_cpu, count in ((False, 1), (True, 3)):
         held = forecast(block, ["batch"] * 3, [False] * 3, on_cpu=on_cpu).held
-        assert [each.shape for each in held].count((8, 32)) == count
+        assert [value.shape for value in held].count((8, 32)) == count
 
 
 def test_a_barrier_of_several_hands_each_on():
@@ -182,7 +182,7 @@ def test_gradients_that_are_sent_are_computed_last():
 
         block = read(jax.make_jaxpr(step, axis_env=[("d", 2)])(f32(64, 64), f32(1024, 64), f32(64, 512)))
         memory = forecast(block, ["batch"] * 3, [False] * 3, on_cpu=on_cpu)
-        return sorted(each.shape for each in memory.held if each.line and each.shape[0] == 1024)
+        return sorted(value.shape for value in memory.held if value.line and value.shape[0] == 1024)
 
     assert held(sent=False) == [(1024, 64), (1024, 512)]
     assert held(sent=True) == held(sent=False, on_cpu=True) == [(1024, 64), (1024, 64), (1024, 512)]
@@ -201,8 +201,8 @@ def test_the_parts_of_the_step():
     assert kept // 2 - 2**28 < sum(row.bytes * row.times for row in half.saved) < kept // 2 + 2**28
     assert abs(halved["saved activations"] / kinds["saved activations"] - 0.5) < 0.01
     assert half.memory.bytes < ledger.memory.bytes
-    scores = [each for each in ledger.memory.largest if each.shape == (8, 16, 1024, 1024, 1)]
-    assert {each.bytes for each in scores} == {4 * 8 * 16 * 1024 * 1024}
+    scores = [value for value in ledger.memory.largest if value.shape == (8, 16, 1024, 1024, 1)]
+    assert {score.bytes for score in scores} == {4 * 8 * 16 * 1024 * 1024}
 
 
 # -- Against the compiled step -----------------------------------------------------------------------------------------

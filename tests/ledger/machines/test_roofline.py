@@ -128,7 +128,7 @@ def test_a_slice_joins_hosts():
     """Hosts of a TPU slice are joined by its links: how many devices each has does not matter."""
     ledger = ledger_of("c4_a100x8_1b")
     one, two = (roofline(ledger, named("tpu_v5p"), devices_per_host) for devices_per_host in (8, 4))
-    assert one.phases == two.phases and not any(each.crosses_hosts for each in two.sendings)
+    assert one.phases == two.phases and not any(sending.crosses_hosts for sending in two.sendings)
 
 
 def test_what_is_not_known_is_not_guessed():

@@ -124,7 +124,7 @@ def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
     for (line, column), parts in sums.items():
         unit, key = "FLOP" if column == 1 else "B", (line or "unknown", column)
         assert margin[key].strip() == shown(sum(parts.values()), unit)
-        largest = max(sum(each.values()) for (_, other), each in sums.items() if other == column)
+        largest = max(sum(terms.values()) for (_, other), terms in sums.items() if other == column)
         widths = collections.Counter()
         for part, value in parts.items():
             widths[classes.get(part, part) if column != 3 or part in classes else "asked"] += 100 * value / largest
