@@ -59,7 +59,7 @@ def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
 def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[None]:
     """For what not every run needs, an import or a process of its own: turns a missing package into a RunError."""
     try:
-        if package not in sys.modules and importlib.util.find_spec(package) is None:
+        if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError
         yield
     except ModuleNotFoundError as error:
