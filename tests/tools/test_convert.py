@@ -50,10 +50,12 @@ def changed(tmp_path, name="llama", tensors=None, **config):
     folder = tmp_path / "changed"
     shutil.copytree(GOLDEN / name, folder)
     fields = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: each for key, each in fields.items() if each is not None}))
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
     if tensors:
         all_tensors = load_file(folder / "model.safetensors") | tensors
-        save_file({key: each for key, each in all_tensors.items() if each is not None}, folder / "model.safetensors")
+        save_file(
+            {key: tensor for key, tensor in all_tensors.items() if tensor is not None}, folder / "model.safetensors"
+        )
     return folder
 
 
@@ -90,7 +92,7 @@ def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and files == sorted(file.name for file in tmp_path.glob("out/*.safetensors"))
     before = load_file(GOLDEN / "llama/model.safetensors")
-    assert index["metadata"]["total_size"] == sum(each.nbytes for each in before.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
     for key, file in index["weight_map"].items():
         assert load_file(tmp_path / "out" / file)[key].tobytes() == before[key].tobytes()
     assert run(tmp_path / "out", tmp_path / "again")[0] == 0
@@ -369,13 +371,13 @@ def test_gguf_files_are_read(run, pool, tmp_path):
     source = huggingface.open_weights(tmp_path / "small.gguf", pool)
     assert source.model == published.model
     same_weights(published, source, pool, but=["weights/transformer/w_o"])
-    w_o = [read_leaf(each.checkpoint, "weights/transformer/w_o", pool) for each in (published, source)]
+    w_o = [read_leaf(weights.checkpoint, "weights/transformer/w_o", pool) for weights in (published, source)]
     np.testing.assert_allclose(*w_o, atol=np.abs(w_o[0]).max() / 127)
     assert run(tmp_path / "small.gguf", tmp_path / "in")[0] == 0
     text = "In 2024, 17 dogs' names<|end|>\nagain"
     ids = [load_tokenizer(str(tmp_path / "in")), kept_tokenizer(tmp_path / "in")]
     expected = kept_tokenizer(GOLDEN.parent).encode_batch([text])[0].tolist()
-    assert [each.encode_batch([text])[0].tolist() for each in ids] == [expected, expected]
+    assert [tokenizer.encode_batch([text])[0].tolist() for tokenizer in ids] == [expected, expected]
 
 
 def test_the_scaling_of_llama3_is_found_in_a_gguf_file(pool, tmp_path):

@@ -96,7 +96,7 @@ def test_restoring_never_holds_two_copies(tmp_path):
     measure = f"import test_checkpoint; test_checkpoint.measure_restoring({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", measure], env=environment, capture_output=True, text=True, check=True)
     assert len(grown := [int(line) for line in done.stdout.split()]) == 2
-    assert all(2**26 < each < 2**27 + 3 * 2**24 for each in grown), grown
+    assert all(2**26 < growth < 2**27 + 3 * 2**24 for growth in grown), grown
 
 
 def measure_restoring(directory):
