@@ -111,7 +111,7 @@ def test_what_a_tool_says_is_not_lost(arguments, last):
 
 
 def test_a_tool_whose_reader_has_enough():
-    """As `| head` does it: nothing more is said."""
+    """When `| head` has read its line, nothing more is said."""
     program = "from runtime.terminal import print_line\nfor n in range(9999): print_line('x' * 99)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -1"
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
@@ -119,7 +119,7 @@ def test_a_tool_whose_reader_has_enough():
 
 
 def test_a_terminal_without_rows_gets_lines():
-    """As that of mpirun, in which tqdm's bars show nothing; one with rows gets a bar."""
+    """mpirun's terminal is one, in which tqdm's bars show nothing; one with rows gets a bar."""
     program = "from runtime.terminal import Progress; bar = Progress(3, 0); bar.show(1, 'loss 7.25'); bar.close()"
     for rows, shown in ((0, "step 1/3: loss 7.25"), (24, "step 1/3 |")):
         ours, theirs = pty.openpty()

@@ -135,7 +135,7 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
 
 
 def test_a_run_with_other_weights_is_not_published(run, tmp_path):
-    """Even where the user says that it is the same model."""
+    """It is refused even where the user says that it is the same model."""
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
         weights = {**vars(state.weights), "q_norm": state.weights.final_layer_norm}
@@ -148,8 +148,8 @@ def test_a_run_with_other_weights_is_not_published(run, tmp_path):
 
 
 def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
-    """As a run of train.py is, where its model is the same; another forward pass is named, another key is of no
-    family."""
+    """It is taken as a run of train.py, where its model is the same; another forward pass is named, another key is of
+    no family."""
     source, files = OF_TRAIN_PY["source"].replace("def adamw_step", "def my_step"), OF_TRAIN_PY["files"]
     mine = {"module": "my_train", "source": source, "files": files | {"my_train": "0123456789abcdef"}}
     save_run(tmp_path / "same", mine)
@@ -167,7 +167,7 @@ def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
 
 
 def test_a_run_with_other_sizes_is_not_published(run, tmp_path):
-    """As where init_state makes more rows than the config says; not even where the user says it is the same model."""
+    """One whose init_state makes more rows than the config says is refused, even where the user says it is the same."""
     save_run(tmp_path / "run", OF_TRAIN_PY, vocab=small.MODEL.vocab // 2)
     status, said = run(tmp_path / "run", tmp_path / "out", "allow_program_change=true")
     assert status == 1 and "another model than its config says: embed is (" in said

@@ -215,7 +215,7 @@ def test_choices_and_a_file_of_answers(cat_run, said, tmp_path):
 
 
 def test_normalized_accuracy_by_hand():
-    """Of log likelihoods -4 and -6 the first is best by sum, and the longer one by character and by byte."""
+    """With log likelihoods -4 and -6 the first is best by sum, and the longer one by character and by byte."""
 
     class Fixed:
         def __init__(self, *sums):

@@ -170,7 +170,7 @@ def test_an_empty_prompt_begins_with_bos(server):
 
 
 def test_log_probabilities(server):
-    """Those of the tokens that are drawn, which are the same at once and as they come; of a chat in its own form."""
+    """Those of the tokens that are drawn are the same at once and as they come; a chat has them in its own form."""
     create = functools.partial(server.client.completions.create, model="cat", prompt="the cat", max_tokens=8, seed=1)
     whole = create(logprobs=0).choices[0]
     assert "".join(whole.logprobs.tokens) == whole.text and len(whole.logprobs.token_logprobs) == 8
@@ -294,7 +294,7 @@ def test_a_client_that_leaves_before_it_has_asked():
 
 
 def test_too_many_are_told_to_come_again():
-    """Of an engine that takes nothing two requests wait and the third is refused; one that stops says so. Without the
+    """Two requests wait for an engine that takes nothing, and the third is refused; one that stops says so. Without the
     api_key, where one is asked for, none is taken."""
     model = ready.ReadyModel(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
     config = serve.Serve(model="none", waiting=2, api_key="secret")

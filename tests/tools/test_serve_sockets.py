@@ -85,7 +85,7 @@ class Running:
         return self.server.server_state.connections
 
     def end(self):
-        """As SIGTERM does."""
+        """Ends the server as SIGTERM does."""
         self.server.should_exit = True
         self.thread.join(600)
         assert not self.thread.is_alive()
@@ -463,7 +463,7 @@ def test_a_template_that_does_not_end(running, template, said):
     (["host=no.such.host.invalid"], "host=no.such.host.invalid port=8000 cannot be listened on: "),
 ])  # fmt: skip
 def test_keys_that_are_refused(called, arguments, message):
-    """Before a model is read."""
+    """They are refused before a model is read."""
     status, _, error = called(serve.main, serve.Serve, "nowhere", *arguments)
     assert status == 1 and says(message, error)
 

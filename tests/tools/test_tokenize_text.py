@@ -157,7 +157,7 @@ def test_every_kind_of_input_gives_the_same(tmp_path):
 
 
 def test_a_password_is_not_recorded(tmp_path, capsys):
-    """That of an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
+    """The one in an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
     import fsspec
 
     with fsspec.open("memory://me:secret@in/a.jsonl", "wb") as file:

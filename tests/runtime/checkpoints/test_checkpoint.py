@@ -204,7 +204,7 @@ def test_checkpoints_of_earlier_programs(saved, capsys):
 
 
 def test_many_that_are_damaged(saved, capfd):
-    """Of a checkpoint without checksums all metadata are nonsense: one line, and no traceback of another library."""
+    """A checkpoint without checksums whose metadata are all nonsense gets one line, no traceback of another library."""
     root = saved / "0000000020/zarr.json"
     stored = json.loads(root.read_text())
     del stored["attributes"]["metadata_crc32c"]
