@@ -176,7 +176,7 @@ class _Appender:
     """Keeps the first `length` values of a zarr array, gathers more, and writes some whole chunks at a time."""
 
     def __init__(self, group: zarr.Group, name: str, length: int):
-        # As it was made: how it writes is not kept, and a chunk of the fill value has a file too.
+        # How an array writes is not stored with it; a chunk of the fill value needs a file too.
         self.array = open_member(group, name, zarr.Array).with_config({"write_empty_chunks": True})
         self.array.resize((length,))  # and removes the chunks of what was written after
         chunk = self.array.chunks[0]

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="slurmd runs as root"),
 ]
 
-# Without systemd, cgroups and accounting; a node of eight processors, whatever the machine has.
+# The cluster has no systemd, cgroups or accounting, and a node of eight processors, whatever the machine has.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}

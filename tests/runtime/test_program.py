@@ -122,7 +122,7 @@ def test_what_a_script_replaces_is_known(monkeypatch, of, name, by):
 
 
 def test_the_commit_and_local_changes(tmp_path):
-    """Of the repository in which the module lies; null outside of one."""
+    """They are taken from the repository in which the module lies, and are null outside of one."""
     assert program._git(tmp_path, "rev-parse", "HEAD") is None
     for command in ("init -q", "config user.email a@b", "config user.name a", "commit -q --allow-empty -m first"):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
@@ -154,7 +154,7 @@ def test_what_counts_as_a_change(folder):
 
 
 def test_imports_from_its_own_package(tmp_path):
-    """Are followed as those by their names are."""
+    """They are followed as those by their names are."""
     for name, text in {
         "exp/mine.py": "from .einops import f\nfrom . import two",
         "exp/einops.py": "from .sub import x",
@@ -170,7 +170,7 @@ def test_imports_from_its_own_package(tmp_path):
 
 
 def test_the_program_that_is_started_is_recorded(tmp_path):
-    """Also where it takes the Config of another."""
+    """It is recorded also where it takes the Config of another."""
     text = "import train\nfrom runtime import program\nfrom train import mapped_steps\n"
     (tmp_path / "mine.py").write_text(f"{text}print(program.recorded(train.Config.__new__(train.Config))['module'])")
     command, env = [sys.executable, "-m", "mine"], os.environ | {"PYTHONPATH": str(ROOT)}
@@ -280,7 +280,7 @@ def test_what_is_released_is_what_is_here():
 
 
 def test_a_newer_python_hashes_the_same(tmp_path):
-    """Of all files, and of an f-string with braces and spaces, which has other tokens there."""
+    """All files hash as in this Python, also an f-string with braces and spaces, which has other tokens there."""
     others = [ROOT / f".venv-jax-{version}/bin/python" for version in ("0.11.2", "0.12.0.1")]
     if not (there := [python for python in others if python.exists()]):
         pytest.skip("there is no newer Python: make environments")

@@ -583,7 +583,8 @@ def saved_steps(tiny, clock, skipped, *overrides):
     ],
 )
 def test_when_a_run_saves(overrides, skipped, expected, tiny, monkeypatch):
-    """By steps, by minutes since the last checkpoint, at the end; not after a bad step. A step takes a minute here."""
+    """It saves by steps, by minutes since the last checkpoint, and at the end; not after a bad step. A step takes a
+    minute here."""
 
     class Clock:
         now = 0.0

@@ -111,7 +111,7 @@ def test_what_a_tool_says_is_not_lost(arguments, last):
 
 
 def test_a_tool_whose_reader_has_enough():
-    """As `| head` does it: nothing more is said."""
+    """When `| head` has read its line, nothing more is said."""
     program = "from runtime.terminal import print_line\nfor n in range(9999): print_line('x' * 99)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -1"
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
@@ -119,7 +119,7 @@ def test_a_tool_whose_reader_has_enough():
 
 
 def test_a_terminal_without_rows_gets_lines():
-    """As that of mpirun, in which tqdm's bars show nothing; one with rows gets a bar."""
+    """mpirun's terminal is one, in which tqdm's bars show nothing; one with rows gets a bar."""
     program = "from runtime.terminal import Progress; bar = Progress(3, 0); bar.show(1, 'loss 7.25'); bar.close()"
     for rows, shown in ((0, "step 1/3: loss 7.25"), (24, "step 1/3 |")):
         ours, theirs = pty.openpty()
@@ -164,9 +164,9 @@ def test_long_lines_are_broken(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     line = "a line of words " * 12 + "/" + "x" * 150
     lines = wrapped(line).split("\n")
-    assert all(len(each) <= width for each in lines[:-1]) and len(lines[0]) > width - 10
+    assert all(len(piece) <= width for piece in lines[:-1]) and len(lines[0]) > width - 10
     assert lines[-1] == "  /" + "x" * 150 and lines[1].startswith("  ")
-    assert " ".join(each.strip() for each in lines) == line and wrapped("short") == "short"
+    assert " ".join(piece.strip() for piece in lines) == line and wrapped("short") == "short"
 
 
 def test_columns():
@@ -203,10 +203,10 @@ def test_a_file_has_a_line_a_minute(monkeypatch, capsys, tmp_path):
         assert "heartbeat" not in [thread.name for thread in threading.enumerate()], "a pipe is watched"
         os.close(read)
     os.close(write)
-    for each in progress(range(3), unit=" texts"):
-        assert each < 3
+    for number in progress(range(3), unit=" texts"):
+        assert number < 3
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(terminal, "SILENT_S", 0.0)
-    for each in progress(range(3), unit=" texts"):
-        assert each < 3
+    for number in progress(range(3), unit=" texts"):
+        assert number < 3
     assert "2 of 3 texts, 00:00\n" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_it_says_what_there_is(arguments, says, monkeypatch, capsys):
 
 
 def test_a_command_runs_its_module(monkeypatch, capsys):
-    """As `python -m` does, with the rest of the arguments; it adds nothing to what the module prints."""
+    """The module runs as `python -m` runs it, with the rest of the arguments; nothing is added to what it prints."""
     monkeypatch.setattr(sys, "argv", ["clearshard", "plan", "hosts=1"])
     monkeypatch.setattr(sys, "path", ["elsewhere"])
     monkeypatch.setattr(cli.runpy, "run_module", lambda name, **_: print(name, *sys.argv, sys.path))

@@ -50,10 +50,12 @@ def changed(tmp_path, name="llama", tensors=None, **config):
     folder = tmp_path / "changed"
     shutil.copytree(GOLDEN / name, folder)
     fields = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: each for key, each in fields.items() if each is not None}))
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
     if tensors:
         all_tensors = load_file(folder / "model.safetensors") | tensors
-        save_file({key: each for key, each in all_tensors.items() if each is not None}, folder / "model.safetensors")
+        save_file(
+            {key: tensor for key, tensor in all_tensors.items() if tensor is not None}, folder / "model.safetensors"
+        )
     return folder
 
 
@@ -90,7 +92,7 @@ def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and files == sorted(file.name for file in tmp_path.glob("out/*.safetensors"))
     before = load_file(GOLDEN / "llama/model.safetensors")
-    assert index["metadata"]["total_size"] == sum(each.nbytes for each in before.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
     for key, file in index["weight_map"].items():
         assert load_file(tmp_path / "out" / file)[key].tobytes() == before[key].tobytes()
     assert run(tmp_path / "out", tmp_path / "again")[0] == 0
@@ -133,7 +135,7 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
 
 
 def test_a_run_with_other_weights_is_not_published(run, tmp_path):
-    """Even where the user says that it is the same model."""
+    """It is refused even where the user says that it is the same model."""
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
         weights = {**vars(state.weights), "q_norm": state.weights.final_layer_norm}
@@ -146,8 +148,8 @@ def test_a_run_with_other_weights_is_not_published(run, tmp_path):
 
 
 def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
-    """As a run of train.py is, where its model is the same; another forward pass is named, another key is of no
-    family."""
+    """It is taken as a run of train.py, where its model is the same; another forward pass is named, another key is of
+    no family."""
     source, files = OF_TRAIN_PY["source"].replace("def adamw_step", "def my_step"), OF_TRAIN_PY["files"]
     mine = {"module": "my_train", "source": source, "files": files | {"my_train": "0123456789abcdef"}}
     save_run(tmp_path / "same", mine)
@@ -165,7 +167,7 @@ def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
 
 
 def test_a_run_with_other_sizes_is_not_published(run, tmp_path):
-    """As where init_state makes more rows than the config says; not even where the user says it is the same model."""
+    """One whose init_state makes more rows than the config says is refused, even where the user says it is the same."""
     save_run(tmp_path / "run", OF_TRAIN_PY, vocab=small.MODEL.vocab // 2)
     status, said = run(tmp_path / "run", tmp_path / "out", "allow_program_change=true")
     assert status == 1 and "another model than its config says: embed is (" in said
@@ -369,13 +371,13 @@ def test_gguf_files_are_read(run, pool, tmp_path):
     source = huggingface.open_weights(tmp_path / "small.gguf", pool)
     assert source.model == published.model
     same_weights(published, source, pool, but=["weights/transformer/w_o"])
-    w_o = [read_leaf(each.checkpoint, "weights/transformer/w_o", pool) for each in (published, source)]
+    w_o = [read_leaf(weights.checkpoint, "weights/transformer/w_o", pool) for weights in (published, source)]
     np.testing.assert_allclose(*w_o, atol=np.abs(w_o[0]).max() / 127)
     assert run(tmp_path / "small.gguf", tmp_path / "in")[0] == 0
     text = "In 2024, 17 dogs' names<|end|>\nagain"
     ids = [load_tokenizer(str(tmp_path / "in")), kept_tokenizer(tmp_path / "in")]
     expected = kept_tokenizer(GOLDEN.parent).encode_batch([text])[0].tolist()
-    assert [each.encode_batch([text])[0].tolist() for each in ids] == [expected, expected]
+    assert [tokenizer.encode_batch([text])[0].tolist() for tokenizer in ids] == [expected, expected]
 
 
 def test_the_scaling_of_llama3_is_found_in_a_gguf_file(pool, tmp_path):

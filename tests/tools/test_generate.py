@@ -83,7 +83,9 @@ def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_pat
     said(*given)
     whole = out.read_text()
     records = list(map(json.loads, whole.splitlines()))
-    assert [(each["prompt_number"], each["sample"]) for each in records] == [(n, s) for n in range(3) for s in range(2)]
+    assert [(record["prompt_number"], record["sample"]) for record in records] == [
+        (n, s) for n in range(3) for s in range(2)
+    ]
     out.write_text("".join(whole.splitlines(keepends=True)[:3]) + '{"prompt_num')
     said(*given)
     assert out.read_text() == whole
@@ -109,7 +111,7 @@ def test_ids_and_log_probabilities(said):
     given = [FOLDER / "llama", "prompt_ids=[3,4,5]", "tokens=6", "temperature=0"]
     ids = list(map(int, said(*given, "output=ids").split()))
     record = json.loads(said(*given, "output=jsonl"))
-    assert record["ids"] == ids and len(ids) == 6 and all(each < 0 for each in record["log_probs"])
+    assert record["ids"] == ids and len(ids) == 6 and all(log_prob < 0 for log_prob in record["log_probs"])
     rounded = json.loads(said(*given, "output=jsonl", "weights=int8"))["log_probs"]
     assert 0 < abs(rounded[0] - record["log_probs"][0]) < 0.1
 
@@ -118,7 +120,7 @@ def test_an_encoder_reads_the_prompt(said):
     """T5's encoder reads the prompt, and its decoder writes the text."""
     prompt = "prompt_ids=[5,36,30,28,30,16,34,12,21,26,27,36,18,28,19,18,16]"
     ids = said(FOLDER / "t5_gated", prompt, "tokens=8", "temperature=0", "output=ids")
-    (expected,) = [each["greedy"] for each in json.loads((FOLDER / "t5_gated/texts.json").read_text())[1:2]]
+    (expected,) = [text["greedy"] for text in json.loads((FOLDER / "t5_gated/texts.json").read_text())[1:2]]
     assert list(map(int, ids.split())) == expected[:8]
 
 
@@ -127,7 +129,7 @@ CHATML = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
 
 def bytes_of(text):
     """The ids of cat_run's tokenizer, bos_id first."""
-    return [0, *(each + 1 for each in text.encode())]
+    return [0, *(byte + 1 for byte in text.encode())]
 
 
 def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):

@@ -188,7 +188,8 @@ import atexit, gc, sys
 
 def connections():
     import aiohttp
-    found = [each for each in gc.get_objects() if isinstance(each, aiohttp.ClientSession) and not each.closed]
+    found = [session for session in gc.get_objects()
+             if isinstance(session, aiohttp.ClientSession) and not session.closed]
     print("open connections:", len(found))
 
 atexit.register(connections)  # the first, so the last that runs

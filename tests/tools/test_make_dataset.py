@@ -96,7 +96,7 @@ def test_tasks(split):
         *whole, _ = groups(tokens)
         kinds = {markers.get(marker, (f"gaussians {marker}", []))[0] for marker, _ in groups(tokens)}
         assert len(kinds) == 1
-        alphabets = {(each - tool.FIRST_LETTER) // tool.ALPHABET_SIZE for _, letters in whole for each in letters}
+        alphabets = {(letter - tool.FIRST_LETTER) // tool.ALPHABET_SIZE for _, letters in whole for letter in letters}
         for marker, letters in whole:
             found.add(marker)
             if marker in markers:
@@ -115,7 +115,7 @@ def test_mixtures():
     for number, row in enumerate(probabilities):
         marker = tool.marker("gaussians", number)
         of_all = [group for split in SPLITS for tokens in corpus(split) for group in groups(tokens)]
-        letters = [each for at, group in of_all if at == marker for each in group]
+        letters = [letter for at, group in of_all if at == marker for letter in group]
         counts = np.bincount(np.array(letters) - tool.FIRST_BIN, minlength=tool.BINS)
         deviation = np.sqrt(len(letters) * row * (1 - row))
         assert len(letters) > 10_000 and (np.abs(counts - len(letters) * row) < 5 * deviation + 1).all()

@@ -78,8 +78,8 @@ def test_how_long_and_at_which_price(capsys):
     keys = ["hardware=h200", "hosts=4", "training.tokens.batch=256"]
     text = planned(capsys, "c4_a100x8_1b", *keys, "total_tokens=1.0e+12", "price=2.5")
     low, high, first, last, *hours = [
-        float(each.replace(",", "").replace("M", "e6"))
-        for each in re.search(
+        float(figure.replace(",", "").replace("M", "e6"))
+        for figure in re.search(
             r"Tokens a second: (\S+) to (\S+)\. 1\.00T tokens: (\S+) to (\S+) days, (\S+) to (\S+) device-hours, "
             r"at 2\.5 an hour: (\S+) to (\S+)\.\n", text
         ).groups()
@@ -217,11 +217,14 @@ def test_what_the_sweep_leaves_out():
     """It leaves out the host's memory, whose time is in no forecast; what the command line sets; a dense model's axis
     of experts; and stages, where the mesh has none."""
     scale = scaled()
-    assert plan_sweep.kept(scale) == [{"save_for_backward": each} for each in ("everything", "inputs")]
+    assert plan_sweep.kept(scale) == [{"save_for_backward": policy} for policy in ("everything", "inputs")]
     said = scaled("training.save_for_backward=inputs")
     assert plan_sweep.kept(said) == [{}]
     mixture = scaled("size=8x7b")
-    assert [plan_sweep.searched(each) for each in (scale, mixture)] == [["r", "d", "c", "t"], ["r", "d", "c", "e", "t"]]
+    assert [plan_sweep.searched(config) for config in (scale, mixture)] == [
+        ["r", "d", "c", "t"],
+        ["r", "d", "c", "e", "t"],
+    ]
 
 
 def test_neighbours():
@@ -260,8 +263,8 @@ def test_the_search_finds_the_best(monkeypatch):
     found, refusal = plan_sweep.choices(config, None, 512)
     assert len(found) == plan_sweep.COUNTED and refusal.endswith(": eight heads")
     assert found[0].mesh == best and found[0].keys == {"save_for_backward": "inputs", "microbatches": 4}
-    assert [each.order for each in found] == sorted(each.order for each in found)
-    assert all(each.keys["microbatches"] == max(1, 2 * each.mesh["r"]) for each in found if each.fits)
+    assert [choice.order for choice in found] == sorted(choice.order for choice in found)
+    assert all(choice.keys["microbatches"] == max(1, 2 * choice.mesh["r"]) for choice in found if choice.fits)
 
 
 @pytest.mark.slow
@@ -372,12 +375,12 @@ SCHEDULE = SCHEDULE.replace("WHILE", LOOP)
 def test_what_runs_while_it_sends():
     """The schedule has a gather beside a product, an all-reduce alone, and a wrapped reduce-scatter beside another
     operation."""
-    assert [str(each) for each in overlaps(SCHEDULE)] == [
+    assert [str(collective) for collective in overlaps(SCHEDULE)] == [
         "all-gather of train.py:10 (forward), 0.00 MB, ×5: while train.py:11 multiplies",
         "all-reduce of train.py:12 (forward), 0.00 MB, ×5: alone",
         "reduce-scatter of train.py:30 (backward), 0.00 MB, ×1: beside 1 operation, no matrix product",
     ]
-    assert [each.bytes for each in overlaps(SCHEDULE)] == [256, 256, 32]
+    assert [collective.bytes for collective in overlaps(SCHEDULE)] == [256, 256, 32]
 
 
 def test_what_a_tpus_sparse_core_sends():

@@ -65,13 +65,15 @@ def test_log_likelihoods_are_those_of_transformers(name, mesh, pool):
     """Nine packed continuations of three contexts agree to 1e-4 nats, and so does whether greedy decoding writes them.
     Scored one by one they are the same to rounding."""
     expected = json.loads((FOLDER / name / "scores.json").read_text())
-    pairs = [(each["context"], each["continuation"]) for each in expected]
+    pairs = [(record["context"], record["continuation"]) for record in expected]
     with on_mesh(*mesh):
         scorer = scorer_of(name, pool)
         found = scorer(pairs)
         alone = [scorer([pair])[0] for pair in pairs]
-    np.testing.assert_allclose([a for a, _ in found], [each["log_likelihood"] for each in expected], atol=1e-4, rtol=0)
-    assert [greedy for _, greedy in found] == [each["is_greedy"] for each in expected]
+    np.testing.assert_allclose(
+        [a for a, _ in found], [record["log_likelihood"] for record in expected], atol=1e-4, rtol=0
+    )
+    assert [greedy for _, greedy in found] == [record["is_greedy"] for record in expected]
     np.testing.assert_allclose([a for a, _ in found], [a for a, _ in alone], atol=2e-5, rtol=0)
     assert [greedy for _, greedy in alone] == [greedy for _, greedy in found]
 
@@ -152,7 +154,7 @@ def values_of(table):
 
 
 def jsonl(path, *records):
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -213,14 +215,14 @@ def test_choices_and_a_file_of_answers(cat_run, said, tmp_path):
 
 
 def test_normalized_accuracy_by_hand():
-    """Of log likelihoods -4 and -6 the first is best by sum, and the longer one by character and by byte."""
+    """With log likelihoods -4 and -6 the first is best by sum, and the longer one by character and by byte."""
 
     class Fixed:
         def __init__(self, *sums):
             self.sums = sums
 
         def __call__(self, pairs):
-            return [(each, False) for each in self.sums]
+            return [(total, False) for total in self.sums]
 
         def pair(self, context, continuation):
             return context, continuation
@@ -538,7 +540,7 @@ def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, harness):
     """Multiple choice, answers, texts and a group, end to end, on data in a folder; the first and the last as our own
     tasks give them."""
     given = [*(f"{key}={value}" for key, value in harness.items()), "tokens=12", f"to={tmp_path}/out.jsonl"]
-    texts = jsonl(tmp_path / "texts.jsonl", *({"text": each["page"]} for each in HARNESS["wikitext"]))
+    texts = jsonl(tmp_path / "texts.jsonl", *({"text": document["page"]} for document in HARNESS["wikitext"]))
     exam = jsonl(
         tmp_path / "exam.jsonl",
         *(

@@ -96,10 +96,11 @@ def test_an_openai_client_completes_and_streams(server):
     assert whole.choices[0].text == " on the mat. the cat" and whole.choices[0].finish_reason == "length"
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (12, 20)
     streamed = [chunk.choices[0] for chunk in client.completions.create(**given, stream=True)]
-    assert "".join(each.text for each in streamed) == whole.choices[0].text and streamed[-1].finish_reason == "length"
+    assert "".join(choice.text for choice in streamed) == whole.choices[0].text
+    assert streamed[-1].finish_reason == "length"
     stopped = client.completions.create(**given, stop=["mat"])
     assert stopped.choices[0].text == " on the " and stopped.choices[0].finish_reason == "stop"
-    assert [each.id for each in client.models.list()] == ["cat"]
+    assert [model.id for model in client.models.list()] == ["cat"]
     counted = server.idle()
     assert counted.get("left", 0) == before.get("left", 0) and counted["answered"] == before.get("answered", 0) + 3
 
@@ -133,7 +134,7 @@ def test_parameters_without_effect(server):
 
 
 def texts_of(completion):
-    return [each.text for each in completion.choices]
+    return [choice.text for choice in completion.choices]
 
 
 def test_several_answers(server):
@@ -141,11 +142,11 @@ def test_several_answers(server):
     one. A prompt counts once."""
     create = functools.partial(server.client.completions.create, model="cat", max_tokens=6, temperature=1.5)
     alone = [create(prompt=prompt, seed=seed) for prompt in ("the", "on the mat") for seed in (3, 4)]
-    texts = [each.choices[0].text for each in alone]
+    texts = [completion.choices[0].text for completion in alone]
     ids = [[0, *(byte + 1 for byte in prompt.encode())] for prompt in ("the", "on the mat")]
     for prompt in (["the", "on the mat"], ids):
         several = create(prompt=prompt, n=2, seed=3)
-        assert texts_of(several) == texts and [each.index for each in several.choices] == [0, 1, 2, 3]
+        assert texts_of(several) == texts and [choice.index for choice in several.choices] == [0, 1, 2, 3]
         assert several.usage.prompt_tokens == 4 + 11 and several.usage.completion_tokens == 4 * 6
     found = [""] * 4
     for chunk in create(prompt=ids, n=2, seed=3, stream=True):
@@ -156,7 +157,7 @@ def test_several_answers(server):
     chats = server.client.chat.completions.create(
         model="cat", messages=[{"role": "user", "content": "a"}], n=3, seed=3, max_tokens=4
     )
-    assert len({each.message.content for each in chats.choices}) > 1 and len(chats.choices) == 3
+    assert len({choice.message.content for choice in chats.choices}) > 1 and len(chats.choices) == 3
 
 
 def test_an_empty_prompt_begins_with_bos(server):
@@ -169,22 +170,23 @@ def test_an_empty_prompt_begins_with_bos(server):
 
 
 def test_log_probabilities(server):
-    """Those of the tokens that are drawn, which are the same at once and as they come; of a chat in its own form."""
+    """Those of the tokens that are drawn are the same at once and as they come; a chat has them in its own form."""
     create = functools.partial(server.client.completions.create, model="cat", prompt="the cat", max_tokens=8, seed=1)
     whole = create(logprobs=0).choices[0]
     assert "".join(whole.logprobs.tokens) == whole.text and len(whole.logprobs.token_logprobs) == 8
-    assert all(each < 0 for each in whole.logprobs.token_logprobs)
+    assert all(logprob < 0 for logprob in whole.logprobs.token_logprobs)
     assert create(temperature=0, logprobs=0).choices[0].logprobs.token_logprobs[0] > -1.0
     streamed = [chunk.choices[0].logprobs for chunk in create(logprobs=0, stream=True)]
-    streamed = [number for each in streamed if each for number in each.token_logprobs]
+    streamed = [number for logprobs in streamed if logprobs for number in logprobs.token_logprobs]
     assert streamed == whole.logprobs.token_logprobs
     assert create().choices[0].logprobs is None
     chat = server.client.chat.completions.create(
         model="cat", messages=[{"role": "user", "content": "a"}], logprobs=True, max_tokens=5, seed=1
     ).choices[0]
     content = chat.logprobs.content
-    assert "".join(each.token for each in content) == chat.message.content and all(each.logprob < 0 for each in content)
-    assert [each.top_logprobs for each in content] == [[]] * 5
+    assert "".join(token.token for token in content) == chat.message.content
+    assert all(token.logprob < 0 for token in content)
+    assert [token.top_logprobs for token in content] == [[]] * 5
 
 
 def test_usage_in_a_stream(server):
@@ -192,8 +194,8 @@ def test_usage_in_a_stream(server):
     given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0, stream=True)
     *chunks, last = server.client.completions.create(**given, stream_options={"include_usage": True})
     assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (12, 20)
-    assert all(each.choices and each.usage is None for each in chunks)
-    assert all(each.usage is None for each in server.client.completions.create(**given))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+    assert all(chunk.usage is None for chunk in server.client.completions.create(**given))
 
 
 def test_a_stop_ends_what_counts(server):
@@ -262,12 +264,12 @@ def test_what_is_refused(server, body, message):
 def test_answers_beside_others_are_those_alone(server):
     """28 requests at once, each with its own seed and filters: rows come and go, the texts stay the same."""
     requests = [dict(prompt="the cat"[:n], max_tokens=10 + n, temperature=1.5, seed=n, top_p=0.9) for n in range(1, 8)]
-    alone = [server.client.completions.create(model="cat", **each).choices[0].text for each in requests]
+    alone = [server.client.completions.create(model="cat", **request).choices[0].text for request in requests]
 
     async def ask():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=20) as client:
-            some = [client.completions.create(model="cat", **each) for each in requests * 4]
-            return [each.choices[0].text for each in await asyncio.gather(*some)]
+            some = [client.completions.create(model="cat", **request) for request in requests * 4]
+            return [completion.choices[0].text for completion in await asyncio.gather(*some)]
 
     assert asyncio.run(ask()) == alone * 4
     assert server.metrics()["rows_in_use"] == server.metrics()["waiting"] == 0
@@ -292,7 +294,7 @@ def test_a_client_that_leaves_before_it_has_asked():
 
 
 def test_too_many_are_told_to_come_again():
-    """Of an engine that takes nothing two requests wait and the third is refused; one that stops says so. Without the
+    """Two requests wait for an engine that takes nothing, and the third is refused; one that stops says so. Without the
     api_key, where one is asked for, none is taken."""
     model = ready.ReadyModel(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
     config = serve.Serve(model="none", waiting=2, api_key="secret")
@@ -302,7 +304,7 @@ def test_too_many_are_told_to_come_again():
     async def ask():
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             post = functools.partial(client.post, "/v1/completions", json={"prompt": [1], "max_tokens": 5})
-            refused = [(await post(headers=each)).status_code for each in ({}, {"Authorization": "Bearer other"})]
+            refused = [(await post(headers=headers)).status_code for headers in ({}, {"Authorization": "Bearer other"})]
             post = functools.partial(post, headers={"Authorization": "Bearer secret"})
             waiting = [asyncio.create_task(post()) for _ in range(2)]
             while len(drawing.waiting) < 2:
@@ -310,8 +312,8 @@ def test_too_many_are_told_to_come_again():
             many = await post()
             drawing.stop()
             stops = await post()
-            for each in waiting:
-                each.cancel()
+            for task in waiting:
+                task.cancel()
             return refused, many, stops
 
     refused, many, stops = asyncio.run(asyncio.wait_for(ask(), 60))
@@ -358,7 +360,7 @@ def answers_alone(server):
         dict(model="cat", prompt="the cat sat"[:n], max_tokens=8 * n, temperature=1.5, seed=n, top_p=0.9)
         for n in range(1, 9)
     ]
-    return [(each, server.client.completions.create(**each).choices[0].text) for each in requests]
+    return [(request, server.client.completions.create(**request).choices[0].text) for request in requests]
 
 
 def test_clients_that_come_and_leave(server):
@@ -412,7 +414,7 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
         chromium.look(320, 700, "dark")
         chromium.type("textarea", 250 * "a" + ENTER)
         assert "at most 256 together" in chromium.wait_for("return document.querySelector('.error')?.textContent")
-        places = [f"document.querySelector('{each}').getBoundingClientRect()" for each in (".error", "form")]
+        places = [f"document.querySelector('{selector}').getBoundingClientRect()" for selector in (".error", "form")]
         assert chromium.script(f"return {places[0]}.bottom <= {places[1]}.top"), "the form hides the error"
         loaded = chromium.script("return performance.getEntriesByType('resource').map(each => new URL(each.name).host)")
         assert set(loaded) <= {server.url.removeprefix("http://")}

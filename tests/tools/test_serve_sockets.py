@@ -85,7 +85,7 @@ class Running:
         return self.server.server_state.connections
 
     def end(self):
-        """As SIGTERM does."""
+        """Ends the server as SIGTERM does."""
         self.server.should_exit = True
         self.thread.join(600)
         assert not self.thread.is_alive()
@@ -124,8 +124,8 @@ def running():
 
     yield make
     Slots.may_draw.set()
-    for each in made:
-        each.end()
+    for server in made:
+        server.end()
 
 
 def wait_until(holds):
@@ -254,7 +254,7 @@ def test_a_client_that_does_not_read(running, monkeypatch):
     for _ in range(3000):
         with contextlib.suppress(BlockingIOError, ConnectionError):
             client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
-        waiting += [each.transport.get_write_buffer_size() for each in list(server.connections)]
+        waiting += [connection.transport.get_write_buffer_size() for connection in list(server.connections)]
         if waiting and not server.connections:
             break
         time.sleep(0.01)
@@ -432,7 +432,7 @@ def test_the_engine_draws_and_does_nothing_else(running, monkeypatch):
     messages = [{"role": "user", "content": "a"}]
     body = {"messages": messages, "stop": ["b" * 256] * 16, "max_tokens": 3}
     assert server.ask(body, "/v1/chat/completions")[0] == 200
-    assert threads and not any("engine" in each for each in threads)
+    assert threads and not any("engine" in name for name in threads)
 
 
 @pytest.mark.parametrize("template, said", [
@@ -463,7 +463,7 @@ def test_a_template_that_does_not_end(running, template, said):
     (["host=no.such.host.invalid"], "host=no.such.host.invalid port=8000 cannot be listened on: "),
 ])  # fmt: skip
 def test_keys_that_are_refused(called, arguments, message):
-    """Before a model is read."""
+    """They are refused before a model is read."""
     status, _, error = called(serve.main, serve.Serve, "nowhere", *arguments)
     assert status == 1 and says(message, error)
 

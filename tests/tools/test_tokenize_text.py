@@ -96,7 +96,7 @@ def test_documents_by_size(seed):
             assert end == by_line if by_line else start + 97 <= end <= start + 100
         # A reader that holds less of it ends the documents that it is sure of at the same places.
         some = text_ends(data[start : start + 700], b"", 100, final=False)
-        assert [start + each for each in some] == [each for each in ends if each > start][: len(some)]
+        assert [start + offset for offset in some] == [place for place in ends if place > start][: len(some)]
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "aa", "<|endoftext|>"])
@@ -146,10 +146,10 @@ def test_every_kind_of_input_gives_the_same(tmp_path):
     names = "a.jsonl", "a.jsonl.gz", "a.ndjson.bz2", "a.json.zst", "a.parquet"
     inputs = [f"input={tmp_path}/{name}" for name in names]
     inputs += ["input='memory://in/*.jsonl'", f"hf_dataset.path={tmp_path}/hub"]
-    for number, each in enumerate(inputs):
-        output = "memory://out.zarr" if "memory" in each else f"{tmp_path}/{number}.zarr"
-        tokenize(each, f"output={output}")
-        assert sequences(output)[0] == documents, each
+    for number, argument in enumerate(inputs):
+        output = "memory://out.zarr" if "memory" in argument else f"{tmp_path}/{number}.zarr"
+        tokenize(argument, f"output={output}")
+        assert sequences(output)[0] == documents, argument
     tokenize(f"input={tmp_path}/b.txt", "separator='<|end|>'", f"output={tmp_path}/text.zarr")
     assert sequences(tmp_path / "text.zarr")[0] == documents
     tokenize(f"input='{tmp_path}/a.jsonl*'", f"output={tmp_path}/two.zarr")  # a glob, in the order of names
@@ -157,7 +157,7 @@ def test_every_kind_of_input_gives_the_same(tmp_path):
 
 
 def test_a_password_is_not_recorded(tmp_path, capsys):
-    """That of an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
+    """The one in an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
     import fsspec
 
     with fsspec.open("memory://me:secret@in/a.jsonl", "wb") as file:
@@ -346,7 +346,7 @@ def test_what_ends_a_document(tmp_path):
         options = [f"format={format}", "end='</s>'"] + (["row_length=6", "read_length=6"] if format == "pairs" else [])
         tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
         found, _, is_target = sequences(tmp_path / "x.zarr")
-        assert found == texts and (is_target and [each.tolist() for each in is_target]) == targets
+        assert found == texts and (is_target and [flags.tolist() for flags in is_target]) == targets
 
 
 @pytest.mark.parametrize("end, eos, behind", [
@@ -609,7 +609,7 @@ def test_refused_before_anything_is_read(tmp_path, overrides, message):
     write_lines(tmp_path / "a.jsonl", [{}])
     (tmp_path / "hub").mkdir()
     write_lines(tmp_path / "hub" / "test.jsonl", [{}])
-    overrides = [each.replace("IN", str(tmp_path)) for each in overrides]
+    overrides = [override.replace("IN", str(tmp_path)) for override in overrides]
     assert_refuses(message.replace("IN", str(tmp_path)), tokenize, f"output={tmp_path}/x.zarr", *overrides)
 
 
@@ -664,7 +664,7 @@ def test_output_that_is_there(tmp_path, capsys):
         (tmp_path / "others" / name).touch()
     message = f"{tmp_path}/others holds work … write to a new folder"
     assert_refuses(message, tokenize, command[0], f"output={tmp_path}/others", "overwrite=true")
-    assert {each.name for each in (tmp_path / "others").iterdir()} == {"their.partial", "work"}
+    assert {path.name for path in (tmp_path / "others").iterdir()} == {"their.partial", "work"}
 
 
 @pytest.mark.parametrize("changed", ["tokenizer.json", "template.jinja"])

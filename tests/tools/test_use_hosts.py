@@ -70,7 +70,7 @@ def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
     ]
     found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     for one, other in zip(found, map(json.loads, answers.splitlines()), strict=True):
-        sums = [each.pop("log_likelihoods", [0.0]) for each in (one, other)]
+        sums = [answer.pop("log_likelihoods", [0.0]) for answer in (one, other)]
         assert one == other and sums[0] == pytest.approx(sums[1], abs=1e-4)
 
 

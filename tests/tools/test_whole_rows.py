@@ -9,14 +9,14 @@ from tools.whole_rows import OPEN_ROWS, Sequences, in_rows
 def rows_one_by_one(parts, room):
     """Rows of lists of ids: each sequence goes into the first of the newest rows in which it has room."""
     rows = []
-    for each in parts:
+    for part in parts:
         for row in rows[-OPEN_ROWS:]:
-            if all(sum(map(len, there)) + len(new) <= most for there, new, most in zip(row, each, room)):
+            if all(sum(map(len, there)) + len(new) <= most for there, new, most in zip(row, part, room)):
                 break
         else:
             row = [[] for _ in room]
             rows.append(row)
-        for there, new in zip(row, each):
+        for there, new in zip(row, part):
             there.append(new)
     return rows
 
@@ -27,7 +27,7 @@ def test_first_fit(room, count):
     """Rows hold what packing one by one puts there, in its order, then padding: one sequence of id 0, no target."""
     rng = np.random.default_rng(count)
     parts = [[rng.integers(1, 99, rng.integers(1, most + 1)) for most in room] for _ in range(count)]
-    flat = [ids for each in parts for ids in each]
+    flat = [ids for part in parts for ids in part]
     ids = np.concatenate(flat).astype(np.uint32)
     found = in_rows(Sequences(ids, np.array([*map(len, flat)]), ids.astype(np.float32) / 2), room)
     expected, lengths = [], []

@@ -96,7 +96,7 @@ def test_restoring_never_holds_two_copies(tmp_path):
     measure = f"import test_checkpoint; test_checkpoint.measure_restoring({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", measure], env=environment, capture_output=True, text=True, check=True)
     assert len(grown := [int(line) for line in done.stdout.split()]) == 2
-    assert all(2**26 < each < 2**27 + 3 * 2**24 for each in grown), grown
+    assert all(2**26 < growth < 2**27 + 3 * 2**24 for growth in grown), grown
 
 
 def measure_restoring(directory):
@@ -204,7 +204,7 @@ def test_checkpoints_of_earlier_programs(saved, capsys):
 
 
 def test_many_that_are_damaged(saved, capfd):
-    """Of a checkpoint without checksums all metadata are nonsense: one line, and no traceback of another library."""
+    """A checkpoint without checksums whose metadata are all nonsense gets one line, no traceback of another library."""
     root = saved / "0000000020/zarr.json"
     stored = json.loads(root.read_text())
     del stored["attributes"]["metadata_crc32c"]

@@ -52,7 +52,12 @@ def test_an_axis_across_processes(axis, data, tmp_path, monkeypatch):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"Between hosts, along axis {axis[0]}: " in ended.stdout
     ours, expected = (
-        [each[name] for each in hosts.records(tmp_path / run) for name in ("loss", "validation_loss") if name in each]
+        [
+            record[name]
+            for record in hosts.records(tmp_path / run)
+            for name in ("loss", "validation_loss")
+            if name in record
+        ]
         for run in ("two", "one")
     )
     assert len(expected) == 7 and ours == pytest.approx(expected, rel=1e-5)
@@ -85,8 +90,8 @@ first_state = at.Run.first_state
 def poisoned(run, *given):
     state = first_state(run, *given)
     norm, own = state.weights.final_layer_norm, jax.local_devices()[1]
-    parts = [jax.device_put(np.asarray(each.data) * (np.nan if jax.process_index() and each.device == own else 1),
-                            each.device) for each in norm.addressable_shards]
+    parts = [jax.device_put(np.asarray(shard.data) * (np.nan if jax.process_index() and shard.device == own else 1),
+                            shard.device) for shard in norm.addressable_shards]
     norm = jax.make_array_from_single_device_arrays(norm.shape, norm.sharding, parts)
     return dataclasses.replace(state, weights=dataclasses.replace(state.weights, final_layer_norm=norm))
 at.Run.first_state = poisoned
@@ -146,5 +151,5 @@ def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
         keys = [*tiny, f"training.steps={done + 3}", "mesh.r=1", *hosts.where(run_folder)]
         monkeypatch.setattr(sys, "argv", ["train_any", *keys])
         run(train_any.main, train_any.Config)
-    losses, whole = (dict(hosts.losses(each)) for each in (folder, tmp_path / "whole"))
+    losses, whole = (dict(hosts.losses(run_folder)) for run_folder in (folder, tmp_path / "whole"))
     assert list(losses) == list(whole) and losses[done + 3] == pytest.approx(whole[done + 3], rel=1e-5)

@@ -137,8 +137,8 @@ def test_each_row_once_an_epoch(tmp_path, packing, blocks, rows_per_block):
     sizes = {"read_blocks_per_shuffle_buffer": blocks, "sequences_per_read_block": rows_per_block}
     config = FlatTokens(str(tmp_path / "data"), sequence_packing=packing, epochs=3, **sizes)
     orders = [tuple(range(60))]
-    for each in (config, dataclasses.replace(config, seed=1)):
-        with Loader(each, "train", batch=5, length=8, sharding=sharding()) as loader:
+    for variant in (config, dataclasses.replace(config, seed=1)):
+        with Loader(variant, "train", batch=5, length=8, sharding=sharding()) as loader:
             assert loader.steps == 36
             orders += map(tuple, read_all(loader)[0][:, 0].reshape(3, 60).tolist())
     assert all(sorted(order) == list(range(60)) for order in orders) and len(set(orders)) == 7
@@ -260,7 +260,7 @@ def test_every_token_is_a_target_once(
     write_split(tmp_path / "data", "train", numbered, chunk_tokens=64)
     config = FlatTokens(str(tmp_path / "data"), 1, packing, epochs=2)
     found, counts, loader = rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, doubles_at)
-    sizes = [batch // 2 ** sum(step < each for each in doubles_at) for step in range(loader.steps)]
+    sizes = [batch // 2 ** sum(step < doubling for doubling in doubles_at) for step in range(loader.steps)]
     assert [len(targets) for targets, _, _ in found] == sizes and 0 <= 2 * loader.rows - sum(sizes) < batch
     assert counts == [sum(sizes) * hosts_of_a_row // hosts] * hosts
     targets_of = np.zeros(len(joined), int)
@@ -318,7 +318,7 @@ def test_thread_reads_ahead(data):
     read.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
     before = set(threading.enumerate())
-    left = lambda: {each.name.rpartition("_")[0] for each in set(threading.enumerate()) - before}  # noqa: E731
+    left = lambda: {thread.name.rpartition("_")[0] for thread in set(threading.enumerate()) - before}  # noqa: E731
     with Loader(FlatTokens(str(data)), "train", batch=4, length=8, sharding=sharding()) as loader:
         loader.load(0)
         assert left() >= {"read_buffers", "read_batches"}

@@ -97,12 +97,12 @@ def test_a_chunk_without_targets(name, dtype, tmp_path):
 def test_a_writer_goes_on(tmp_path):
     """What a writer that resumes from a recorded state stores is what one that was not interrupted stores, byte for
     byte, whatever was written since."""
-    parts = [[np.arange(each, each + 50) for each in range(part, part + 6)] for part in (0, 10, 20)]
+    parts = [[np.arange(first, first + 50) for first in range(part, part + 6)] for part in (0, 10, 20)]
     write_split(tmp_path / "whole", "train", parts[0] + parts[2], chunk_tokens=16)
 
     def append(writer, sequences):
-        for each in sequences:
-            writer.append(each.astype(np.uint32), np.array([len(each)]))
+        for ids in sequences:
+            writer.append(ids.astype(np.uint32), np.array([len(ids)]))
 
     dataset = split_writer.open_for_writing(tmp_path / "stopped")
     writer = split_writer.SplitWriter(dataset, "train", chunk_tokens=16)
@@ -260,7 +260,7 @@ def test_weights_are_read(tmp_path, packing, monkeypatch):
     sequences = [ids[:40] for ids in ragged(7, longest=39)]
     written = [np.float32((ids % 5) / 2) for ids in sequences]
     write_split(tmp_path / "a", "train", sequences, weight=written, chunk_tokens=64)
-    write_split(tmp_path / "b", "train", sequences, is_target=[each > 0 for each in written], chunk_tokens=64)
+    write_split(tmp_path / "b", "train", sequences, is_target=[weight > 0 for weight in written], chunk_tokens=64)
     shape = {"batch": 4, "length": 40, "sharding": shardings_of(WeightedBatch)}
 
     def batches_of(name, mixture=()):

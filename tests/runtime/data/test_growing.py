@@ -195,10 +195,10 @@ def test_a_mixture_with_a_data_set(written, tmp_path):
         passed = {"name": "validation", "mixture": mixture, "shuffle": False, "batches": batches}
         with loader(split_at(written), **passed) as data:
             targets, is_seq_start, is_target = read_all(data)
-            each = (2 * targets + is_seq_start)[is_target[:, 0]]
-        assert [np.sum(each[:, 0] < 4000), np.sum(each[:, 0] >= 4000)] == counts
-        np.testing.assert_array_equal(each[: counts[0]].ravel(), TOKENS[: counts[0] * 32])
-        assert (each[counts[0] :, 1] // 2 - 2000).tolist() == list(range(counts[1]))
+            rows_read = (2 * targets + is_seq_start)[is_target[:, 0]]
+        assert [np.sum(rows_read[:, 0] < 4000), np.sum(rows_read[:, 0] >= 4000)] == counts
+        np.testing.assert_array_equal(rows_read[: counts[0]].ravel(), TOKENS[: counts[0] * 32])
+        assert (rows_read[counts[0] :, 1] // 2 - 2000).tolist() == list(range(counts[1]))
 
 
 def test_hosts_of_a_mixture_go_on_together(written, tmp_path, monkeypatch):
@@ -361,7 +361,9 @@ def test_text_and_data_sets_have_one_tokenizer(tmp_path):
     open_for_writing(tmp_path / "unnamed.zarr")
 
     def found(name):
-        sources = (Source(filespec=str(tmp_path / each), weight=1) for each in ("texts", "bpe.zarr", "unnamed.zarr"))
+        sources = (
+            Source(filespec=str(tmp_path / folder), weight=1) for folder in ("texts", "bpe.zarr", "unnamed.zarr")
+        )
         text = HuggingFaceDataset(path=f"{tmp_path}/texts", tokenizer=str(name))
         return tokenizer_of(SimpleNamespace(hf_dataset=text, mixture=tuple(sources)))
 

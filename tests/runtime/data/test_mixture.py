@@ -57,7 +57,7 @@ def test_shares_and_epochs(sources, packing):
     for steps in (1, 7, 60):
         counts = np.bincount(source[: steps * 8], minlength=3)
         assert (np.abs(counts - steps * 8 * np.array([0.5, 0.2, 0.3])) < 1).all()
-        tokens = dict(zip([each.filespec for each in sources], (counts * LENGTH).tolist()))
+        tokens = dict(zip([dataset.filespec for dataset in sources], (counts * LENGTH).tolist()))
         assert data.metrics(steps - 1) == {"tokens_per_source": tokens}
     for index, size in enumerate((40, 25, 200)):
         taken = row[source == index]
@@ -87,7 +87,7 @@ def test_validation_ends_with_the_first_source(sources):
     with loader(sources, "validation") as data:
         assert data.steps == 3  # 8 of 40 rows, 5 of 25, 40 of 200: the first ends at row 16
         assert "; 3 batches of 8 are read: 8, 3, 5 rows; at most " in data.summary
-        assert [data.source_of(step) for step in range(3)] == [each.filespec for each in sources]
+        assert [data.source_of(step) for step in range(3)] == [dataset.filespec for dataset in sources]
         assert [len(data.rows_of(step)) for step in range(3)] == [8, 3, 5]
         source, row = rows_of(data, range(3))
         is_target = read_all(data)[2][:, 0]
@@ -96,7 +96,7 @@ def test_validation_ends_with_the_first_source(sources):
         np.testing.assert_array_equal(row[source == index], np.arange(np.sum(source == index)))
     assert np.bincount(source).tolist() == [8, 3, 5]
     with loader(sources, "validation", batches=1) as data:  # 8 rows
-        source, row = (each[read_all(data)[2][:, 0]] for each in rows_of(data, range(data.steps)))
+        source, row = (array[read_all(data)[2][:, 0]] for array in rows_of(data, range(data.steps)))
         assert source.tolist() == [0, 0, 0, 0, 1, 1, 2, 2] and row.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
     with loader(sources, "validation", mesh=(8, 1)) as data, loader(sources, "validation") as one:
         for step in range(3):

@@ -107,7 +107,7 @@ def test_weights_as_written():
     refused."""
     mixture = MixtureOrder([0.7, 0.3])
     assert mixture.shares.tolist() == [7, 3] and mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
-    assert [each.tolist() for each in mixture.at(np.array([10**15]))] == [[0], [7 * 10**14]]
+    assert [array.tolist() for array in mixture.at(np.array([10**15]))] == [[0], [7 * 10**14]]
     weights = [0.333333, 0.1234567, 0.5]
     shares = MixtureOrder(weights).shares
     assert shares.sum() == LONGEST_PATTERN

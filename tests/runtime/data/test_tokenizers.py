@@ -421,7 +421,7 @@ def test_weights_of_messages(bpe):
     tokenizer = dataclasses.replace(bpe, chat_template=CHATML)
     ids, weight = tokenizer.encode_chat(CHAT, [1, 1, 0.5, 7, 2])
     assert weight.dtype == np.float32 and set(weight) == {0, 0.5, 2}
-    parts = [tokenizer.decode(ids[weight == each]) for each in (0.5, 2)]
+    parts = [tokenizer.decode(ids[weight == value]) for value in (0.5, 2)]
     assert parts == ["2 – 二 <|im_end|>", "Yes.<|im_end|>"]
     once = dataclasses.replace(bpe, chat_template="{% generation %}{{ messages[2].content }}{% endgeneration %}")
     message = "chat template marks 1 parts … expected one for each"

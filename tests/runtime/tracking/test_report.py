@@ -92,7 +92,7 @@ def test_the_page_holds_all_and_loads_nothing(tmp_path):
     assert not {tag for tag, _ in outside.tags} & {"link", "img", "iframe", "object", "embed", "base"}
     assert not any("src" in attributes for _, attributes in outside.tags)
     scripts = re.findall(r"<script.*?</script>", page, re.DOTALL)
-    own = "".join(each for each in scripts if len(each) < 1e6)
+    own = "".join(script for script in scripts if len(script) < 1e6)
     assert len(max(scripts, key=len)) > 4e6 and not re.search(r"https?:|fetch|import\(", own)  # plotly's, and ours
     styles = "".join(re.findall(r"<style>.*?</style>", page, re.DOTALL))
     assert "prefers-color-scheme: dark" in styles and not re.search(r"@import|url\(", styles)
@@ -235,11 +235,11 @@ def test_bytes_per_token(tmp_path, attributes, expected):
     """A token of bytes is one byte; plain text says its average, other data nothing. A mixture, 3 to 1, has the mean by
     weight if all are known; a stream, the last here, goes by the config's tokenizer."""
     stream, paths = HuggingFaceDataset(), [str(tmp_path / str(index)) for index in range(len(attributes))]
-    for path, each in zip(paths, attributes):
-        if isinstance(each, str):
-            stream = HuggingFaceDataset(path=path, tokenizer=each)
+    for path, entry in zip(paths, attributes):
+        if isinstance(entry, str):
+            stream = HuggingFaceDataset(path=path, tokenizer=entry)
         else:
-            zarr.open_group(path, mode="w", attributes=each)
+            zarr.open_group(path, mode="w", attributes=entry)
     sources = [Source(filespec=path, weight=3 - 2 * index) for index, path in enumerate(paths)]
     mixture = tuple(sources) if len(sources) > 1 else ()
     flat_tokens = FlatTokens(filespec=None if mixture or stream.path else paths[0])
