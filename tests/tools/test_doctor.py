@@ -36,7 +36,7 @@ def run(called):
 
     def call(*arguments):
         status, out, error = called(doctor.main, CONFIG, *arguments)
-        assert max(map(len, out.splitlines()), default=0) <= 120
+        assert all(len(line) <= 120 or len(line.split()) == 1 for line in out.splitlines())  # a long path is not broken
         return status, out, error
 
     return call
