@@ -68,7 +68,7 @@ def main(config: InspectDataset) -> None:
 def print_attributes(group: Any) -> None:
     for key, value in group.attrs.items():
         if key not in ("tokenizer", "max_token_id", "bos_id", "has_is_target", "has_weight"):
-            print_line(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
+            print_line(wrapped(f"{key}: {json.dumps(value, ensure_ascii=False)}", "  ", "    "))
 
 
 # ---------------------------------------------------------------- what it holds
