@@ -41,12 +41,12 @@ from runtime.cluster.signals import STOPPED, StopSignals
 from runtime.cluster.slow_hosts import SlowHosts
 from runtime.cluster.tuning import has_bfloat16, options
 from runtime.config import resume
-from runtime.config.checks import check_dataset, check_resume
+from runtime.config.checks import check_dataset
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
 from runtime.data.tokenizers import Tokenizer, tokenizer_identity
 from runtime.files import flat, write_all, write_whole
-from runtime.terminal import RunError, print_line, run_errors, wrapped
+from runtime.terminal import NothingToTrain, RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.best import Best
 from runtime.tracking.followers import Followers
@@ -201,7 +201,8 @@ class Run:
         return tokenizer
 
     def _open_checkpoints(self, opened: contextlib.ExitStack) -> None:
-        """Takes the folder and finds the step that the run goes on from. Raises RunError: it has nothing to do."""
+        """Takes the folder and finds the step that the run goes on from. Raises NothingToTrain: it has ended; RunError:
+        it has more steps than the config asks for."""
         self._owner = self._own(opened)
         self._checkpoints = Checkpoints(
             f"{self._store}/checkpoints",
@@ -211,10 +212,12 @@ class Run:
         )
         opened.push(self._close_checkpoints)
         self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
-        check_resume(self._config, self.done_steps)
-        if self._is_over():
-            fix = "raise patience, or give the new run its own paths.model_name"
-            raise RunError(f"nothing to train: {self._best_text()}: {fix}")
+        is_over, done, total = self._is_over(), self.done_steps, self._total
+        if is_over or done >= total:
+            what = self._best_text() if is_over else f"the run in {self._store} has {done} of {total} steps"
+            fix = f"raise {'patience' if is_over else 'training.steps'}, or give a new run its own paths.model_name"
+            kind = NothingToTrain if is_over or done == total else RunError
+            raise kind(f"nothing to train: {what}: {fix}")
 
     def _open_first_weights(self) -> None:
         if self._first_weights is None:
@@ -259,7 +262,8 @@ class Run:
                 write_all(self.folder, files.pages(ledger, bound))
                 about = {**environment(), **flat({"program": self._recorded}, separator="/"), "ledger": lines}
                 write_whole(self.folder / "environment.json", json.dumps(about, indent=1))
-            print_line("\n".join(map(wrapped, lines)))
+            pages = f"Line by line: {self.folder}/ledger.html, and ledger.txt there."
+            print_line("\n".join(map(wrapped, [*lines, pages])))
         began = time.perf_counter()
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:

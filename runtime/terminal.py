@@ -45,6 +45,11 @@ class RunError(Exception):
     """Says what is wrong, where, what was expected and the fix. The entry point prints no traceback: status 1."""
 
 
+class NothingToTrain(RunError):
+    """Says that a run has ended already. The entry point prints it as any other line: status 0, so that what starts
+    runs again, after a host has failed or for a whole sweep, comes to an end."""
+
+
 @contextlib.contextmanager
 def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
     """Turns errors of a disk or a store, and `others`, into a RunError."""

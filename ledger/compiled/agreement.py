@@ -3,7 +3,7 @@
 compiled = traced.lower().compile()
 for row in differences(ledger, compiled.as_text()):
     print(row)                                  # nothing, where XLA does as it is told
-lines, rows = report(ledger, compiled)          # ["The compiled step sends what is written: ...", ...], []
+lines, rows = agreement(ledger, compiled)       # ["The compiled step sends what is written: ...", ...], []
 """
 
 import collections
@@ -72,7 +72,7 @@ def differences(ledger: Ledger, text: str) -> list[Difference]:
     if not any(row.dtype == "bfloat16" for row in right):
         for row in sorted(left):
             if row.dtype == "bfloat16":
-                add(row, _sum(left[row]), 0, WIDENED)
+                add(row, _sum(left[row]), _sum(left[row]), WIDENED)
         left = _times_of_places(ours, widened)
     for row in sorted(left.keys() | right.keys()):
         written, compiled = left[row], right[row]

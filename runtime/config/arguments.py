@@ -36,8 +36,7 @@ def read(config_class: type[C], arguments: Sequence[str]) -> C:
         if match := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL):
             _set(content, match[1], _value(match[1], match[2], known))
         elif text.startswith("-"):
-            key = text.lstrip("-").partition("=")[0]
-            raise RunError(f"{COMMAND_LINE}: {text} is no flag: keys are given as {key}=VALUE, and --help lists them")
+            raise no_flag(text)
         else:
             words.append(text)
     for name in getattr(config_class, "WORDS", ()):
@@ -50,6 +49,11 @@ def read(config_class: type[C], arguments: Sequence[str]) -> C:
     if words:
         raise RunError(f"{COMMAND_LINE}: {words[0]} is too much: expected key=value, and --help lists the keys")
     return rebuild(config_class, content, Origins(COMMAND_LINE))
+
+
+def no_flag(text: str, more: str = "") -> RunError:
+    key = text.lstrip("-").partition("=")[0]
+    return RunError(f"{COMMAND_LINE}: {text} is no flag: keys are given as {key}=VALUE, {more}and --help lists them")
 
 
 def _set(content: dict[str, Any], key: str, value: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from runtime.config.rebuild import refuse, shown
 from runtime.config.sizes import nearest_divisors
-from runtime.terminal import RunError
 
 
 def check_combinations(config: Any) -> None:
@@ -96,15 +95,6 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
         fix = f"set flat_tokens.epochs={-(-steps * epochs // steps_available)}, or training.steps={steps_available}"
         problems.append(_problem(config, "training.steps", f"{holds}: {fix}"))
     refuse(problems)
-
-
-def check_resume(config: Any, checkpoint_step: int) -> None:
-    """Raises RunError: the checkpoint has all the steps already."""
-    if config.training.steps <= checkpoint_step:
-        folder = f"{config.paths.root_working_dir}/{config.paths.model_name}"
-        text = f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps"
-        fix = "raise training.steps, or give the new run its own paths.model_name"
-        raise RunError(_problem(config, "training.steps", f"{text}; {fix}"))
 
 
 def _problem(config: Any, key: str, text: str) -> str:

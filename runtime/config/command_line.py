@@ -38,13 +38,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.config.arguments import read
+from runtime.config.arguments import no_flag, read
 from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
 from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, rebuild
 from runtime.files import flat, multiply, parse_yaml, read_text
 from runtime.terminal import (
+    NothingToTrain,
     RunError,
     heartbeat,
     leave,
@@ -79,9 +80,9 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         if __name__ == "__main__":
             run(main, Config)
 
-    Exits with 1 after an exception of `refusals()`, whose message is printed alone; with 2 after an unknown flag, 130
-    after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output any more
-    (`| head`). Any other exception is a defect and passes through.
+    Exits with 1 after an exception of `refusals()`, whose message is printed alone; with 2 after a flag that
+    lacks its value, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads
+    its output any more (`| head`). Any other exception is a defect and passes through.
     """
     _keep_memory()
     arguments = sys.argv[1:]
@@ -161,7 +162,9 @@ def to_yaml(config: Any) -> str:
 
 def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) -> None:
     gc.freeze()  # else Python's collector goes through all of JAX again and again: 0.4 s of --help
-    parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
+    parsed, unknown = get_args_parser().parse_known_intermixed_args(sys.argv[1:])
+    if unknown:
+        raise no_flag(unknown[0], "a config as --config-name=NAME, ")
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
     _prepare(config_class, is_trusted=TRUST in parsed.overrides)
 
@@ -176,6 +179,8 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
             main(_finish(config_class, composed, node, overrides), *others)
         except BrokenPipeError:
             leave(141)  # hydra would say that the job failed
+        except NothingToTrain as said:
+            print_line(str(said))
         except refusals() as error:
             print_error(_said(error))
             if node.mode != RunMode.MULTIRUN:
