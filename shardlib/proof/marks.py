@@ -94,7 +94,8 @@ def whole_of(size, dim: Dim, axes: dict[str, int], spec: Spec) -> int:
 def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
     said, true = str(dim).strip("[]"), "/".join((dim.name, *lies))
     if not lies:
-        return f"'{spec}' says {said}, but that dim is whole in the value: write {true} (slice makes {said} of it)"
+        fix = f"write {true}, or make {said} of it: psum_scatter if it is a sum, slice if it is the same"
+        return f"'{spec}' says {said}, but that dim is whole in the value: {fix}"
     gather = "" if set(lies) <= set(dim.axes) else ", or a gather was forgotten"
     return f"'{spec}' says {said}, but that dim is split over {'/'.join(lies)} in the value: write {true}{gather}"
 

@@ -55,15 +55,14 @@ LOCAL_IOTA = (
     "x.reshape(-1, 2, ...)[:, 0]"
 )
 _WHY = {
-    ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "
-    "'/{axis}' is missing",
-    ("the same", "pending"): "the value is still a sum over {axis} that nobody has taken: reduce it, or write "
-    "'+{axis}'",
-    ("split", "pending"): "the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' "
-    "of '+{axis}')",
-    ("pending", "the same"): "the value is already the same along {axis}: a sum over {axis} would count it once for "
+    ("the same", "split"): "the value differs along {axes}: a reduction over {axes} or a gather was forgotten, or "
+    "'{split}' is missing",
+    ("the same", "pending"): "the value is still a sum over {axes} that nobody has taken: reduce it, or write "
+    "'{pending}'",
+    ("split", "pending"): "the value is still a sum over {axes} that nobody has taken",
+    ("pending", "the same"): "the value is already the same along {axes}: a sum over {axes} would count it once for "
     "each device",
-    ("pending", "split"): "the value is split over {axis}, it is no term of a sum over {axis}",
+    ("pending", "split"): "the value is split over {axes}, it is no term of a sum over {axes}",
 }
 
 
@@ -80,12 +79,15 @@ def require(spec: Spec, state: State):
         raise ShardingError(f"'{spec}' is said of {LOCAL_IOTA}")
     if state.zero:
         return
+    contradicting: dict[tuple[str, str], list[str]] = {}
     for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
-        said, true = State.of(spec).word(axis), state.word(axis)
-        if said == true or (said, true) == ("split", "the same"):  # then the dims must be split too
-            continue
-        why = _WHY[said, true].format(axis=axis) + _as_it_lies(spec, state)
-        raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}")
+        words = State.of(spec).word(axis), state.word(axis)
+        if words in _WHY:  # ("split", "the same") is not: then the dims must be split too
+            contradicting.setdefault(words, []).append(axis)
+    for (said, true), names in contradicting.items():
+        axes, pending = " and ".join(names), " ".join(f"+{axis}" for axis in names)
+        why = _WHY[said, true].format(axes=axes, pending=pending, split=f"/{'/'.join(names)}")
+        raise ShardingError(f"'{spec}' says {said} along {axes}, but {why}{_as_it_lies(spec, state)}")
     without_dim = state.without_dim
     for dim, lies in zip(spec.dims, state.dims, strict=True):
         if not lies and dim.axes == (dim.name,) and dim.name in without_dim:  # y[None]: the dim of one element is back
@@ -99,12 +101,21 @@ def require(spec: Spec, state: State):
 
 
 def _as_it_lies(spec: Spec, state: State) -> str:
-    """The type that a value has, in the words of the one that was said of it."""
+    """The type that a value has, in the words of the one that was said of it, and the operation that leads there."""
     if len(spec.dims) != len(state.dims) or state.without_dim:
         return ""
     dims = tuple(replace(dim, axes=axes) for dim, axes in zip(spec.dims, state.dims))
-    pending = tuple(axis for axis in marks.current().axes if axis in state.pending)
-    return f"\n  it lies as '{Spec(dims, pending)}'"
+    true = Spec(dims, tuple(axis for axis in marks.current().axes if axis in state.pending))
+    gathered, split = true.split - spec.split, spec.split - true.split
+    sums, terms = state.pending - frozenset(spec.pending), frozenset(spec.pending) - state.pending
+    pairs = [sorted((said.axes, axes), key=len) for said, axes in zip(spec.dims, state.dims)]
+    name = None
+    if not terms and all(longer[: len(shorter)] == shorter for shorter, longer in pairs):
+        if gathered or split:
+            name = "all_gather" if not split | sums else "psum_scatter" if not gathered and sums == split else None
+        else:
+            name = "psum"
+    return f"\n  it lies as '{true}'" + (f"\n  fix: shardops.{name}('{true} -> {spec}')" if name else "")
 
 
 def agree(what: str, rows: Sequence[Dims]) -> Dims:

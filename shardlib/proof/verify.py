@@ -135,5 +135,6 @@ def traced(function, check: Check, arguments: list, axes: dict[str, int] | None 
         if isinstance(error, KeyError) and error.args[0] in check.axes:  # get_abstract_mesh().shape['d']
             text = _OUTSIDE.format(error.args[0])
         if "incompatible shapes" in text and "/" in text:
-            text += "\n  fix: a dim is split in one and whole in the other: psum_scatter, slice or all_gather first"
+            fix = "psum_scatter a sum, slice what is the same, or all_gather the other"
+            text += f"\n  fix: a dim is split in one and whole in the other: {fix}"
         raise ShardingError(f"{text or type(error).__name__}\n  at {line_of(error)}") from error
