@@ -231,8 +231,8 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
 
-    # Bytes in the comments below are for one layer and one token of the device's rows, in bfloat16; with the input they
-    # add up to 4M + (4QKD + 4KD + 4F)/t. Keeping the input alone takes 2M/t, and a fifth to a quarter more FLOPs.
+    # Bytes in the comments below are for one layer and one token of the device's rows, in bfloat16. They add
+    # up to 4M + (4QKD + 4KD + 4F)/t. Keeping the input alone takes 2M/t, and a fifth to a quarter more FLOPs.
     kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
@@ -290,7 +290,7 @@ LOSS_CHUNK = 256
 
 @typed
 def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-    """The sum of -log softmax over all targets. It sends 16 (t-1)/t bytes a token, 8 (t-1)/t backward, no logits."""
+    """The sum of -log softmax over all targets, which sends 16 (t-1)/t bytes a token, 8 (t-1)/t backward: no logits."""
     x = forward(model, training, bos_id, weights, batch)
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
     # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16.

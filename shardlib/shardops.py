@@ -9,8 +9,8 @@ docs/notation.md has the table of all, with what the gradient of each sends. Cal
 contradicts the operands' sizes and, in the check, if an operand does not lie as the string says. The message has the
 corrected string where one is likely, the line, the string, local and global shapes and the mesh.
 
-"Sends" below says how many bytes leave one device, for an axis of n devices and x bytes on each device before the
-operation. An operation without that line sends nothing.
+"Sends" below says how many bytes leave one device, for an axis of n devices and an operand of x bytes on each of them,
+in the type that is sent. An operation without that line sends nothing.
 
 Each operation is a function of its plan: the plan reads the string, refuses one that is not for the operation, and
 returns what runs on a device.
