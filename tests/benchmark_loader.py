@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from runtime.config import command_line
+from runtime.config.keys import FlatTokens
 from runtime.data.batches import Batch, Loader
 from runtime.data.split_writer import write_split
 
@@ -38,18 +39,6 @@ class Benchmark:
     step_s: float = 0.1
 
 
-@dataclass(frozen=True)
-class FlatTokens:
-    """What the loader reads of a run's flat_tokens, with a run's defaults."""
-
-    filespec: str
-    sequence_packing: bool
-    read_blocks_per_shuffle_buffer: int = 64
-    sequences_per_read_block: int = 128
-    seed: int = 0
-    epochs: int = 10**6
-
-
 def main(config: Benchmark) -> None:
     with contextlib.ExitStack() as opened:
         path = config.path
@@ -58,7 +47,7 @@ def main(config: Benchmark) -> None:
             write(path, config.tokens)
         memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         sharding = Batch(*[jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3)
-        flat_tokens = FlatTokens(path, config.packed)
+        flat_tokens = FlatTokens(filespec=path, sequence_packing=config.packed, epochs=10**6)
         sizes = {"batch": config.batch, "length": config.length, "io_threads": config.max_io_threads}
         loader = opened.enter_context(Loader(flat_tokens, "train", **sizes, sharding=sharding))
         # The first shuffle buffers bring the data into the system's cache.

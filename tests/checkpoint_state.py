@@ -51,20 +51,25 @@ def numpy_state(seed=0):
 
 
 def put(state, mesh):
-    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, SPECS)
+    """The state on a mesh, whose devices may be of several hosts."""
+
+    def place(leaf, spec):
+        return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), lambda index: leaf[index])
+
+    return jax.tree.map(place, state, SPECS)
 
 
-def like(state, mesh):
-    def describe(leaf, spec):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(describe, state, SPECS)
+def like(d, t):
+    """What `restore` is told of the state on a mesh."""
+    arrays = put(numpy_state(), mesh_of(d, t))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays)
 
 
 def assert_same_bits(restored, expected):
+    """All shards of this host have the bits of the expected arrays."""
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        assert all(np.asarray(s.data).tobytes() == np.asarray(b)[s.index].tobytes() for s in a.addressable_shards)
 
 
 class Waiting(Checkpoints):
@@ -87,5 +92,5 @@ def save(directory, step, state=None, attributes=None, mesh=(4, 2)):
     open_checkpoints(directory).save(step, put(state, mesh_of(*mesh)), attributes or {})
 
 
-def restore(directory, mesh=(4, 2), state=None):
-    return open_checkpoints(directory).restore(like(numpy_state() if state is None else state, mesh_of(*mesh)))
+def restore(directory, mesh=(4, 2)):
+    return open_checkpoints(directory).restore(like(*mesh))

@@ -7,6 +7,7 @@ with FaultyProxy("http://127.0.0.1:5000") as proxy:
 """
 
 import collections
+import contextlib
 import http.client
 import threading
 import urllib.parse
@@ -47,13 +48,10 @@ class FaultyProxy:
                 if fault in ("500", "503"):
                     code = {"500": b"InternalError", "503": b"SlowDown"}[fault]
                     return self.answer(int(fault), {"Content-Type": "application/xml"}, ERROR % code)
-                connection = http.client.HTTPConnection(upstream)
-                try:
+                with contextlib.closing(http.client.HTTPConnection(upstream)) as connection:
                     connection.request(self.command, self.path, body, dict(self.headers))
                     response = connection.getresponse()
                     self.answer(response.status, dict(response.headers), response.read(), cut=fault == "cut answer")
-                finally:
-                    connection.close()
 
             def answer(self, status, headers, content, cut=False):
                 self.send_response_only(status)
@@ -72,8 +70,6 @@ class FaultyProxy:
                 pass
 
         class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
             def handle_error(self, request, client_address):
                 pass  # clients that have gone away
 

@@ -6,9 +6,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.mesh import Mesh
 from runtime.data.batches import Batch
 from runtime.data.flat_tokens import open_split
 from shardlib.mesh import make_mesh
+from shardlib.shardtypes import make_shardings
 
 EXAMPLE = [np.array(ids) for ids in ([1, 2], [3, 4, 5], [6, 7, 8])]  # of the format's description
 
@@ -23,9 +25,13 @@ class FlatTokens:
     sequences_per_read_block: int = 4
 
 
-def sharding(d=1, t=1):
-    """The sharding of a batch whose rows are split over d."""
-    return Batch(*[NamedSharding(make_mesh({"d": d, "t": t}, jax.devices()[: d * t]), PartitionSpec("d", None))] * 3)
+def sharding(d=1, t=1, batch_type=None):
+    """The sharding of a batch whose rows are split over d; or as its type says."""
+    mesh = make_mesh(vars(Mesh(d=d, t=t)), jax.devices()[: d * t])
+    if batch_type is None:
+        return Batch(*[NamedSharding(mesh, PartitionSpec("d", None))] * 3)
+    with jax.set_mesh(mesh):
+        return make_shardings(batch_type)
 
 
 def ragged(seed, count=100, longest=40, largest_id=1000):
@@ -35,9 +41,8 @@ def ragged(seed, count=100, longest=40, largest_id=1000):
 
 
 def encoded(sequences):
-    return np.concatenate(
-        [[2 * token + (place == 0) for place, token in enumerate(ids)] for ids in sequences if len(ids)]
-    ).astype(np.uint32)
+    """The sequences as flat tokens."""
+    return np.array([2 * token + (place == 0) for ids in sequences for place, token in enumerate(ids)], np.uint32)
 
 
 def as_numpy(batch):

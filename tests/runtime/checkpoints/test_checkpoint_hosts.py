@@ -32,16 +32,6 @@ from runtime.checkpoints.store import LocalStore
 
 mesh = states.mesh_of(4, 2)
 
-def sharded(state):
-    def place(leaf, spec):
-        return jax.make_array_from_callback(leaf.shape, jax.NamedSharding(mesh, spec), lambda index: leaf[index])
-    return jax.tree.map(place, state, states.SPECS)
-
-def assert_restored(tree, state):
-    for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(state), strict=True):
-        for shard in leaf.addressable_shards:
-            assert states.np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
-
 original_write = LocalStore.write
 """
 
@@ -49,22 +39,22 @@ SAVE_AND_RESTORE = """
 checkpoints = states.open_checkpoints(directory, waits=False, keep_last=2)
 assert checkpoints.latest() is None
 for step in (5, 10, 20):
-    checkpoints.save(step, sharded(states.numpy_state(step)), {"at": step})
+    checkpoints.save(step, states.put(states.numpy_state(step), mesh), {"at": step})
 assert checkpoints.latest() == 20
 read = []
 original_read = LocalStore.read
 LocalStore.read = lambda store, name, *most: (read.append(name), original_read(store, name, *most))[1]
-step, tree = checkpoints.restore(states.like(states.numpy_state(), states.mesh_of(2, 4)))
+step, tree = checkpoints.restore(states.like(2, 4))
 assert step == 20
-assert_restored(tree, states.numpy_state(20))
+states.assert_same_bits(tree, states.numpy_state(20))
 print("read", sorted(name[11:] for name in read if "0000000020/weights/embed/c." in name))
 
 if host == 1:
     with open(os.path.join(directory, "0000000020/weights/embed/c.1.3"), "r+b") as file:
         file.write(b"damaged")
 multihost_utils.sync_global_devices("the damage is done")
-step, tree = checkpoints.restore(states.like(states.numpy_state(), states.mesh_of(4, 2)))
-assert_restored(tree, states.numpy_state(10))
+step, tree = checkpoints.restore(states.like(4, 2))
+states.assert_same_bits(tree, states.numpy_state(10))
 print("restored", step, "latest", checkpoints.latest(), checkpoints.attributes(step))
 
 def failing_write(store, name, *parts):
@@ -73,7 +63,7 @@ def failing_write(store, name, *parts):
     original_write(store, name, *parts)
 
 LocalStore.write = failing_write
-checkpoints.save(30, sharded(states.numpy_state(30)), {})
+checkpoints.save(30, states.put(states.numpy_state(30), mesh), {})
 try:
     checkpoints.close()
 except RunError as error:
@@ -84,7 +74,7 @@ print("left", sorted(os.listdir(directory)))
 KILLED_WHILE_SAVING = """
 import signal, time
 checkpoints = states.open_checkpoints(directory, waits=False, timeout_s=6)
-checkpoints.save(10, sharded(states.numpy_state(10)), {})
+checkpoints.save(10, states.put(states.numpy_state(10), mesh), {})
 
 def killing_write(store, name, *parts):
     if "0000000020/" in name and host == killed:
@@ -95,7 +85,7 @@ killed = int(sys.argv[4])
 assert checkpoints.latest() == 10
 LocalStore.write = killing_write
 began = time.monotonic()
-checkpoints.save(20, sharded(states.numpy_state(20)), {})
+checkpoints.save(20, states.put(states.numpy_state(20), mesh), {})
 try:
     while True:
         checkpoints.raise_failure()

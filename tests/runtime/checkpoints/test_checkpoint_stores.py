@@ -12,7 +12,6 @@ import small
 import zarr
 from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
 from faulty_proxy import FaultyProxy
-from object_store import object_store, object_store_server  # noqa: F401
 from parts import assert_refuses, says
 
 from runtime.checkpoints.lock import Ownership
@@ -22,7 +21,7 @@ from tools.checkpoint import find
 
 
 @pytest.fixture
-def proxy(object_store, object_store_server, monkeypatch):  # noqa: F811
+def proxy(object_store, object_store_server, monkeypatch):
     """What stands between the client and the store."""
     import s3fs
 
@@ -30,7 +29,6 @@ def proxy(object_store, object_store_server, monkeypatch):  # noqa: F811
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         s3fs.S3FileSystem.clear_instance_cache()
         yield proxy
-        s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "s3", "memory"])
@@ -58,7 +56,7 @@ def test_the_verbs_mean_the_same(tmp_path, request, kind):
     assert store.names() == [] and store.files("u") == {}
 
 
-def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
+def test_a_run_of_checkpoints(object_store, capsys):
     """Saving behind, retention, plain zarr, restoring on another mesh, and falling back work on S3 as on a disk."""
     directory = f"{object_store}/runs/a/checkpoints"
     checkpoints = open_checkpoints(directory, waits=False, keep_last=2)
@@ -75,7 +73,7 @@ def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
 
     files.rm_file(f"{root}/0000000030/weights/embed/c.1.2")
     checkpoints = open_checkpoints(directory)
-    step, state = checkpoints.restore(like(numpy_state(), mesh_of(2, 4)))
+    step, state = checkpoints.restore(like(2, 4))
     assert step == 20 and checkpoints.attributes(step) == {"at": 20}
     assert_same_bits(state, numpy_state(20))
     said = capsys.readouterr().err
@@ -87,7 +85,7 @@ def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("fault", [*small.slow("500", "503", "cut"), "cut answer"])
-def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_property):  # noqa: F811
+def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_property):
     """Saving, restoring and deleting succeed, with the same bits, although 30 % of the requests fail at random."""
     rng = random.Random(1)
     proxy.fault = lambda method, path, count: fault if rng.random() < 0.3 else None
@@ -95,7 +93,7 @@ def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_prop
     checkpoints = open_checkpoints(directory, keep_last=1, timeout_s=60, threads=8)
     for step in (10, 20):
         checkpoints.save(step, put(numpy_state(step), mesh_of(4, 2)), {})
-    step, state = open_checkpoints(directory, timeout_s=60).restore(like(numpy_state(), mesh_of(2, 4)))
+    step, state = open_checkpoints(directory, timeout_s=60).restore(like(2, 4))
     proxy.fault = lambda *_: None
     assert step == 20
     assert_same_bits(state, numpy_state(20))
@@ -105,7 +103,7 @@ def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_prop
     record_property("summary", f"object store, {fault}: {said}")
 
 
-def test_a_request_that_hangs(object_store, proxy):  # noqa: F811
+def test_a_request_that_hangs(object_store, proxy):
     """A request that is never answered is given up after a third of the time, and tried again."""
     hung = []
 
@@ -122,7 +120,7 @@ def test_a_request_that_hangs(object_store, proxy):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "cut"])
-def test_a_store_that_is_down(object_store, proxy, fault):  # noqa: F811
+def test_a_store_that_is_down(object_store, proxy, fault):
     """A store that does not come back in time stops the next step with the object's path, the attempts and the cause;
     the checkpoint before stays."""
     directory = f"{object_store}/checkpoints"
@@ -138,7 +136,7 @@ def test_a_store_that_is_down(object_store, proxy, fault):  # noqa: F811
     assert open_checkpoints(directory).latest() == 20
 
 
-def test_what_is_refused_is_not_tried_again(object_store):  # noqa: F811
+def test_what_is_refused_is_not_tried_again(object_store):
     """A bucket that is not there, on which no attempt would have any effect, is reported at once."""
     checkpoints = open_checkpoints("s3://there-is-no-such-bucket/a", timeout_s=600)
     began = time.monotonic()

@@ -13,6 +13,7 @@ from parts import assert_refuses, says
 from ragged import FlatTokens, assert_equal, ragged, read_from_chunks, sharding
 from several_hosts import TINY, records, where
 
+from runtime.data import rows
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
 from runtime.data.split_writer import write_split
@@ -45,65 +46,45 @@ def test_the_same_from_an_object_store(object_store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place, name, chunk, packing, tokens", [
-    ("disk", "encoded_tokens", 2, True, "512 to 768"),
-    ("disk", "is_target", 2, True, "512 to 768"),
-    ("disk", "seq_starts", 1, False, "0 to 101"),
+    ("tmp_path", "encoded_tokens", 2, True, "512 to 768"),
+    ("tmp_path", "is_target", 2, True, "512 to 768"),
+    ("tmp_path", "seq_starts", 1, False, "0 to 101"),
     ("object_store", "encoded_tokens", 2, True, "512 to 768"),
 ])  # fmt: skip
-def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packing, tokens, monkeypatch):
-    """A chunk's file that is missing, empty, cut short or longer is an error that names the array and the tokens."""
+def test_damaged_chunks(request, place, name, chunk, packing, tokens, monkeypatch):
+    """A chunk's file that is empty, cut short, longer, missing, a pipe, which is not waited for, or has a bit that
+    flipped is an error that names the array and the tokens."""
     read_from_chunks(monkeypatch)
-    path = write(f"{request.getfixturevalue('object_store')}/data" if place == "object_store" else tmp_path / "data")
-    file = f"{path}/train/{name}/c/{chunk}"
+    path, is_local = write(f"{request.getfixturevalue(place)}/data"), place == "tmp_path"
+    file, where = f"{path}/train/{name}/c/{chunk}", f"{name} of {path}/train from {tokens}"
     with fsspec.open(file, "rb") as stored:
         whole = stored.read()
-    where = f"{name} of {path}/train from {tokens}"
-    for damaged in (b"", whole[:10], whole[:-1], whole + b"x") if place == "disk" else (whole[:-1],):
+    damages = [b"", whole[:10], whole[:-1], whole + b"x"]
+    for bit in np.random.default_rng(0).integers(0, 8 * len(whole), 15 if is_local else 3).tolist():
+        damages.append(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+    for damaged in damages:
         with fsspec.open(file, "wb") as stored:
             stored.write(damaged)
         assert_refuses(f"{where} … checksum do not match … {DAMAGED}", load_all, path, packing)
     files, inside = fsspec.url_to_fs(file)
     files.rm(inside)
     assert_refuses(f"{where} (the file train/{name}/c/{chunk} is missing … {DAMAGED}", load_all, path, packing)
+    if is_local:
+        os.mkfifo(file)
+        assert_refuses(f"{where} … pipe, expected a plain file: '{file}' … {DAMAGED}", load_all, path, packing)
 
 
-@pytest.mark.parametrize("place", ["tmp_path", "object_store"])
-def test_flipped_bits(request, place, monkeypatch):
-    """Each bit that flips in a chunk's file is found when it is read, from a disk and from an object store."""
-    read_from_chunks(monkeypatch)
-    folder = request.getfixturevalue(place)
-    path, rng = write(f"{folder}/data"), np.random.default_rng(0)
-    file = f"{path}/train/encoded_tokens/c/1"
-    with fsspec.open(file, "rb") as stored:
-        whole = stored.read()
-    for bit in rng.integers(0, 8 * len(whole), 40 if place == "tmp_path" else 3).tolist():
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
-        with fsspec.open(file, "wb") as stored:
-            stored.write(bytes(damaged))
-        where = f"encoded_tokens of {path}/train from 256 to 512"
-        assert_refuses(f"{where} … checksum do not match … {DAMAGED}", load_all, path)
-
-
-def test_a_pipe(tmp_path, monkeypatch):
-    """A chunk's file that is a pipe is refused and not waited for."""
-    read_from_chunks(monkeypatch)
+def test_starts_that_do_not_increase(tmp_path, monkeypatch):
+    """Of a sequence whose start is wrong, wherever it is, the number is said before training begins."""
+    monkeypatch.setattr(rows, "BLOCK", 16)
+    monkeypatch.setattr(rows, "READ_AT_ONCE", 64)
     path = write(tmp_path / "data")
-    file = tmp_path / "data/train/encoded_tokens/c/1"
-    file.unlink()
-    os.mkfifo(file)
-    message = f"encoded_tokens of {path}/train from 256 to 512 … pipe, expected a plain file: '{file}' … {DAMAGED}"
-    assert_refuses(message, load_all, path)
-
-
-def other_compressor(path, codec):
-    """Replaces the tokens by others that another codec has compressed; they are read."""
-    group = zarr.open_group(path, mode="r+")["train"]
-    shape = group["encoded_tokens"].shape
-    compressors = [codec] if codec else None
-    options = {"shape": shape, "dtype": "uint32", "chunks": (256,), "compressors": compressors, "overwrite": True}
-    group.create_array("encoded_tokens", **options)[:] = 2 * (np.arange(shape[0]) % 1000)
-    load_all(path)
+    starts = zarr.open_group(path, mode="r+")["train/seq_starts"]
+    for at, wrong in ((37, 2**63), (80, 0), (99, 10**6)):
+        before, starts[at] = int(starts[at]), wrong
+        expected = f"seq_starts of {path}/train … sequence {at - 1} … to {wrong}, expected increasing … write"
+        assert_refuses(expected, load_all, path, packing=False)
+        starts[at] = before
 
 
 @pytest.mark.parametrize("codec", [zarr.codecs.ZstdCodec(), None, zarr.codecs.Crc32cCodec(), zarr.codecs.BloscCodec()])
@@ -111,7 +92,10 @@ def test_other_compressors(tmp_path, codec, monkeypatch):
     """A chunk that was cut short is an error with other compressors too, with none, and without checksums."""
     read_from_chunks(monkeypatch)
     path = write(tmp_path / "data")
-    other_compressor(path, codec)
+    group = zarr.open_group(path, mode="r+")["train"]
+    options = {"chunks": (256,), "compressors": [codec] if codec else None, "overwrite": True}
+    group.create_array("encoded_tokens", data=group["encoded_tokens"][:], **options)
+    load_all(path)
     file = tmp_path / "data/train/encoded_tokens/c/1"
     file.write_bytes(file.read_bytes()[:-7])
     assert_refuses(f"encoded_tokens of {path}/train from 256 to 512 … {DAMAGED}", load_all, path)

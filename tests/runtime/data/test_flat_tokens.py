@@ -1,6 +1,7 @@
 """The flat-tokens format: what is stored, what others stored, and what is said of data that are not as they should
 be."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,25 +10,13 @@ import numpy as np
 import pytest
 import zarr
 from parts import assert_refuses
-from ragged import (
-    EXAMPLE,
-    FlatTokens,
-    as_numpy,
-    assert_equal,
-    encoded,
-    ragged,
-    read_from_chunks,
-    sharding,
-)
+from ragged import EXAMPLE, FlatTokens, as_numpy, assert_equal, encoded, ragged, read_from_chunks, sharding
 
 from models.layers import WeightedBatch
-from models.mesh import Mesh
 from runtime.data import split_writer
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
 from runtime.data.split_writer import write_split
-from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings
 
 
 @pytest.fixture
@@ -59,32 +48,6 @@ def test_example(example):
     assert inputs.tolist() == [[0, 1, 0, 3, 4, 0, 6, 7]]
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 64, 2**18])
-def test_round_trip(tmp_path, chunk_tokens):
-    """Ragged sequences, empty ones among them, are stored the same whatever the size of chunks; so is which tokens are
-    targets; the largest id, 2³¹ - 1, comes back."""
-    sequences = [np.array([], int), *ragged(3), np.array([], int)]
-    masks = [np.arange(len(ids)) % 3 > 0 for ids in sequences]
-    write_split(
-        tmp_path / "data",
-        "train",
-        iter(sequences),
-        is_target=iter(masks),
-        bos_id=5,
-        attributes={"tokenizer": "x"},
-        chunk_tokens=chunk_tokens,
-    )
-    split = open_split(tmp_path / "data", "train")
-    np.testing.assert_array_equal(split.encoded_tokens[:], encoded(sequences))
-    np.testing.assert_array_equal(split.seq_starts[:], np.cumsum([0, *map(len, sequences)]))
-    np.testing.assert_array_equal(split.weight[:], np.concatenate(masks))
-    assert (split.max_token_id, split.bos_id) == (max(ids.max() for ids in sequences if len(ids)), 5)
-    assert (split.token_count, split.sequence_count) == (sum(map(len, sequences)), 102)
-    assert zarr.open_group(tmp_path / "data", mode="r")["train"].attrs["tokenizer"] == "x"
-    write_split(tmp_path / "large", "train", [np.array([2**31 - 1, 0])])
-    assert (open_split(tmp_path / "large", "train").encoded_tokens[:] >> 1).tolist() == [2**31 - 1, 0]
-
-
 @pytest.mark.parametrize("name, dtype", [("is_target", bool), ("weight", np.float32)])
 def test_a_chunk_without_targets(name, dtype, tmp_path):
     """It is written as any other, although zarr would leave out a chunk of its fill value alone."""
@@ -101,8 +64,7 @@ def test_a_writer_goes_on(tmp_path):
     write_split(tmp_path / "whole", "train", parts[0] + parts[2], chunk_tokens=16)
 
     def append(writer, sequences):
-        for ids in sequences:
-            writer.append(ids.astype(np.uint32), np.array([len(ids)]))
+        writer.append(np.concatenate(sequences).astype(np.uint32), np.array([*map(len, sequences)]))
 
     dataset = split_writer.open_for_writing(tmp_path / "stopped")
     writer = split_writer.SplitWriter(dataset, "train", chunk_tokens=16)
@@ -170,6 +132,21 @@ def test_writer_refuses(tmp_path):
     assert_refuses(message, write_split, tmp_path / "old", "train", [good])
 
 
+def test_too_little(example):
+    """Less than a batch, and a step beyond the data, are refused with the numbers and the keys to change."""
+    packed = FlatTokens(str(example), epochs=2)
+    unpacked = dataclasses.replace(packed, sequence_packing=False)
+    in_rows = f"8 tokens of {example}/train … 4 rows of 2, 0 at its end"
+    as_rows = f"3 sequences, 8 tokens, of {example}/train … 5 rows of up to 2, 2 of them longer"
+    for config, text, batch in ((packed, in_rows, 9), (unpacked, as_rows, 11)):
+        message = f"{text} … epochs = 2 … less than one batch of {batch} … training.tokens.batch or training.tokens.len"
+        assert_refuses(message, Loader, config, "train", batch=batch, length=2, sharding=sharding())
+    for shuffle, steps in ((True, 4), (False, 2)):
+        with Loader(packed, "train", batch=2, length=2, sharding=sharding(), shuffle=shuffle) as loader:
+            loader.load(steps - 1)
+            assert_refuses(f"there is no batch for step {steps}: {loader.summary}", loader.load, steps)
+
+
 ADVICE = "set flat_tokens.filespec … tools.tokenize_text (docs/data.md)"
 
 
@@ -193,63 +170,44 @@ def test_missing(tmp_path, example, monkeypatch):
     ):
         assert_refuses(message, open_split, path, split)
     assert open_split("~/data", "train").token_count == 8
-
-
-def replace_array(group, name, values):
-    del group[name]
-    if values is not None:
-        values = np.asarray(values)
-        group.create_array(name, shape=values.shape, dtype=values.dtype, chunks=values.shape)[...] = values
+    (example / "train/seq_starts/zarr.json").write_text("{")
+    assert_refuses(f"{example} cannot be opened (JSONDecodeError: … {ADVICE}", open_split, example, "train")
 
 
 IDS = "expected a number from 0 to 2147483647"
+# What is said, and the arrays and attributes that a split has then; None: it lacks the array.
 DAMAGE = {
-    "DATA/train has no array 'encoded_tokens' … it holds 'seq_starts'": (
-        lambda group: replace_array(group, "encoded_tokens", None)
-    ),
-    "encoded_tokens of DATA/train … int32[8], expected uint32": (
-        lambda group: replace_array(group, "encoded_tokens", np.zeros(8, np.int32))
-    ),
-    "encoded_tokens of DATA/train … uint32[2, 4], expected uint32 of one dimension": (
-        lambda group: replace_array(group, "encoded_tokens", np.zeros((2, 4), np.uint32))
-    ),
-    "seq_starts of DATA/train … from 0 to 7, expected from 0 to 8": (
-        lambda group: replace_array(group, "seq_starts", np.array([0, 7], np.uint64))
-    ),
-    "seq_starts of DATA/train … from 2 to 8, expected from 0 to 8": (
-        lambda group: replace_array(group, "seq_starts", np.array([2, 8], np.uint64))
-    ),
-    "seq_starts of DATA/train … empty, expected from 0 to 8": lambda group: group["seq_starts"].resize((0,)),
-    "is_target of DATA/train … 7 entries, expected one a token, 8": (
-        lambda group: group.create_array("is_target", shape=(7,), dtype=bool)
-    ),
-    "DATA/train … both is_target and weight, expected one": (
-        lambda group: group.attrs.update(has_is_target=True, has_weight=True)
-    ),
-    "DATA/train has 8 tokens, expected … row_length = 5": (
-        lambda group: group.attrs.update(row_length=3, read_length=2)
-    ),
-    f"'max_token_id' of DATA/train is 'eight', {IDS}": lambda group: group.attrs.update(max_token_id="eight"),
-    f"'bos_id' of DATA/train is -1, {IDS}": lambda group: group.attrs.update(bos_id=-1),
-    f"DATA cannot be opened (JSONDecodeError: … {ADVICE}": (
-        lambda group: (group.store.root / "train/seq_starts/zarr.json").write_text("{")
-    ),
+    "DATA/train has no array 'encoded_tokens' … it holds 'seq_starts'": {"encoded_tokens": None},
+    "encoded_tokens of DATA/train … int32[8], expected uint32": {"encoded_tokens": np.zeros(8, np.int32)},
+    "encoded_tokens of DATA/train … uint32[2, 4], expected uint32 of one dimension": {
+        "encoded_tokens": np.zeros((2, 4), np.uint32)
+    },
+    "seq_starts of DATA/train … from 0 to 7, expected from 0 to 8": {"seq_starts": np.array([0, 7], np.uint64)},
+    "seq_starts of DATA/train … from 2 to 8, expected from 0 to 8": {"seq_starts": np.array([2, 8], np.uint64)},
+    "seq_starts of DATA/train … empty, expected from 0 to 8": {"seq_starts": np.zeros(0, np.uint64)},
+    "is_target of DATA/train … 7 entries, expected one a token, 8": {"is_target": np.ones(7, bool)},
+    "DATA/train … both is_target and weight, expected one": {"has_is_target": True, "has_weight": True},
+    "DATA/train has 8 tokens, expected … row_length = 5": {"row_length": 3, "read_length": 2},
+    f"'max_token_id' of DATA/train is 'eight', {IDS}": {"max_token_id": "eight"},
+    f"'bos_id' of DATA/train is -1, {IDS}": {"bos_id": -1},
 }
 
 
 @pytest.mark.parametrize("message", DAMAGE)
 def test_damaged(example, message):
     """Whatever of a split is not as the format says is refused when it is opened, with its path."""
-    DAMAGE[message](zarr.open_group(example, mode="r+")["train"])
+    group = zarr.open_group(example, mode="r+")["train"]
+    for name, value in DAMAGE[message].items():
+        if isinstance(value, np.ndarray):
+            group.create_array(name, data=value, overwrite=True)
+        elif value is None:
+            del group[name]
+        else:
+            group.attrs[name] = value
     assert_refuses(message.replace("DATA", str(example)), open_split, example, "train")
 
 
 # ---------------------------------------------------------------- weights and rows
-
-
-def shardings_of(batch_type):
-    with jax.set_mesh(make_mesh(vars(Mesh(d=2)), jax.devices()[:2])):
-        return make_shardings(batch_type)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -261,7 +219,7 @@ def test_weights_are_read(tmp_path, packing, monkeypatch):
     written = [np.float32((ids % 5) / 2) for ids in sequences]
     write_split(tmp_path / "a", "train", sequences, weight=written, chunk_tokens=64)
     write_split(tmp_path / "b", "train", sequences, is_target=[weight > 0 for weight in written], chunk_tokens=64)
-    shape = {"batch": 4, "length": 40, "sharding": shardings_of(WeightedBatch)}
+    shape = {"batch": 4, "length": 40, "sharding": sharding(2, 1, WeightedBatch)}
 
     def batches_of(name, mixture=()):
         with Loader(FlatTokens(name and str(tmp_path / name), 0, packing), "train", **shape, mixture=mixture) as loader:

@@ -11,18 +11,12 @@ import pytest
 from parts import assert_refuses
 from ragged import FlatTokens, as_numpy, assert_equal, ragged, read_all, read_from_chunks, sharding
 
+from runtime.config.keys import Source
 from runtime.data.batches import Loader
 from runtime.data.split_writer import write_split
 from runtime.run import Run
-from shardlib.mesh import make_mesh
 
 LENGTH = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    filespec: str
-    weight: float
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +26,7 @@ def sources(tmp_path_factory):
     for source, (path, count) in enumerate(zip(paths, (40, 25, 200))):
         for split, rows in (("train", count), ("validation", count // 5)):
             write_split(path, split, [np.full(LENGTH, 1000 * source + row) for row in range(rows)], chunk_tokens=64)
-    return [Source(str(path), weight) for path, weight in zip(paths, (0.5, 0.2, 0.3))]
+    return [Source(filespec=str(path), weight=weight) for path, weight in zip(paths, (0.5, 0.2, 0.3))]
 
 
 def loader(sources, split="train", mesh=(1, 1), batch=8, **options):
@@ -123,7 +117,7 @@ def test_the_validation_loss_of_each_source(sources):
             losses = weights * (np.asarray(batch.targets) % 1000 + 1)[counted]
             return loss + np.float32(losses.sum()), targets + np.float32(counted.sum())
 
-        with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
+        with jax.set_mesh(sharding().targets.mesh):
             Run.validate_if_due(run, 6, add_batch, 2)
     ((step, loss, of_sources),) = logged
     assert step == 7 and of_sources == {sources[0].filespec: 9.0, sources[1].filespec: 4.0, sources[2].filespec: 6.0}
@@ -145,9 +139,9 @@ def test_a_function_of_the_step(sources, monkeypatch):
 def test_what_does_not_go_together(sources, tmp_path):
     """Sources with different bos_ids, and one without a row, are refused with their paths."""
     write_split(tmp_path / "bos", "train", ragged(0), bos_id=7)
-    other = Source(str(tmp_path / "bos"), 1.0)
+    other = Source(filespec=str(tmp_path / "bos"), weight=1)
     message = f"differ in bos_id … 0 in {sources[0].filespec}/train, 7 in {other.filespec}/train … one tokenizer"
     assert_refuses(message, loader, [sources[0], other])
     write_split(tmp_path / "short", "train", [np.arange(5)])
     message = f"5 tokens of {tmp_path}/short/train … 0 rows of 8, 5 at its end … at least one row; lower training."
-    assert_refuses(message, loader, [sources[0], Source(str(tmp_path / "short"), 1.0)])
+    assert_refuses(message, loader, [sources[0], dataclasses.replace(other, filespec=str(tmp_path / "short"))])

@@ -53,8 +53,6 @@ def test_permute_is_fair():
     for key in range(1700):
         counts[np.arange(17), permute(np.arange(17), 17, (key,))] += 1
     assert 0.7 < ((counts - 100) ** 2 / 100).sum() / 16**2 < 1.3
-    big = permute(np.arange(3) + 10**12, 10**13, (0,))  # nothing of the size is stored
-    assert len(set(big.tolist())) == 3 and (big < 10**13).all()
 
 
 # ---------------------------------------------------------------- how well it shuffles
