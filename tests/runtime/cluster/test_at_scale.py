@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import several_hosts as hosts
+import small
 from several_hosts import nothing_is_left  # noqa: F401 a fixture
 from test_cluster import MPIRUN, needs_mpirun
 
 import train_any
 from runtime.cluster import processes
-from runtime.config.command_line import run
 
 PROGRAM = [sys.executable, "-m", "train_any"]
 MIXTURE = "family=mixtral model.experts=4 model.experts_per_token=2"
@@ -44,23 +44,15 @@ def test_an_axis_across_processes(axis, data, tmp_path, monkeypatch):
     """Two devices in each of two processes that mpirun starts have the losses and the validation loss of four devices
     in one, but for the order in which sums are taken."""
     keys = [*hosts.TINY, data, *ACROSS[axis].split()]
-    monkeypatch.setattr(sys, "argv", ["train_any", *keys, *hosts.where(tmp_path / "one")])
-    run(train_any.main, train_any.Config)
+    assert small.start_training(monkeypatch, *keys, *hosts.where(tmp_path / "one"), trainer=train_any) == 0
     command = [*MPIRUN, sys.executable, "-m", "train_any", *keys, *hosts.TWO, *hosts.where(tmp_path / "two")]
     env = hosts.environment(tmp_path / "compiled")
     ended = subprocess.run(command, cwd=hosts.ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"Between hosts, along axis {axis[0]}: " in ended.stdout
-    ours, expected = (
-        [
-            record[name]
-            for record in hosts.records(tmp_path / run)
-            for name in ("loss", "validation_loss")
-            if name in record
-        ]
-        for run in ("two", "one")
-    )
-    assert len(expected) == 7 and ours == pytest.approx(expected, rel=1e-5)
+    for name, count in (("loss", 6), ("validation_loss", 1)):
+        ours, expected = (hosts.logged(tmp_path / run, name) for run in ("two", "one"))
+        assert len(expected) == count and ours == pytest.approx(expected, rel=1e-5)
 
 
 # -- Faults ------------------------------------------------------------------------------------------------------------
@@ -149,7 +141,6 @@ def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
     done = hosts.checkpoints(folder)[-1]
     for run_folder in (folder, tmp_path / "whole"):
         keys = [*tiny, f"training.steps={done + 3}", "mesh.r=1", *hosts.where(run_folder)]
-        monkeypatch.setattr(sys, "argv", ["train_any", *keys])
-        run(train_any.main, train_any.Config)
+        assert small.start_training(monkeypatch, *keys, trainer=train_any) == 0
     losses, whole = (dict(hosts.losses(run_folder)) for run_folder in (folder, tmp_path / "whole"))
     assert list(losses) == list(whole) and losses[done + 3] == pytest.approx(whole[done + 3], rel=1e-5)

@@ -14,13 +14,14 @@ import jax
 import numpy as np
 import pytest
 import several_hosts as hosts
+import small
 from parts import assert_refuses, says
 from several_hosts import nothing_is_left  # noqa: F401 a fixture
 
 import train
 from runtime import terminal as errors
 from runtime.cluster import processes as cluster
-from runtime.config.command_line import load, run
+from runtime.config.command_line import load
 from runtime.terminal import RunError
 
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
@@ -69,12 +70,6 @@ def test_three_axes_over_hosts():
     assert last == "axis a and axis b crosses hosts; axis c stays within one"
     (text,) = cluster.advice(cluster.lay_out(gpus(4, 4), {"a": 1, "b": 2, "c": 8}))
     assert text.endswith("set mesh.c=4 mesh.a=2")
-
-
-def test_on_one_host_nothing_crosses():
-    """The mesh of one host is JAX's own, and no axis leaves the host."""
-    mesh = cluster.lay_out(jax.devices(), {"d": 4, "t": 2})
-    assert mesh.shape == {"d": 4, "t": 2} and cluster.crossing(mesh) == ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +142,8 @@ def test_num_hosts_that_disagrees_with_the_launcher(variable, monkeypatch):
     for given in (1, 2):
         config = load(train.Config, "local_test_synthetic", [f"num_hosts={given}"])
         where = "alone" if given == 1 else f"on each of {given} hosts"
-        assert_refuses(f"num_hosts = {given}: … 4 processes … {where}, or set num_hosts=4", cluster.start, config)
+        parts = f"command line: num_hosts = {given}: this job has 4 processes … {where}, or set num_hosts=4"
+        assert_refuses(parts, cluster.start, config)
 
 
 def test_keys_that_cannot_be():
@@ -232,16 +228,11 @@ def alone(mixture, tmp_path_factory):
     """The folder of the same run in one process with eight devices: this one."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train", *mixture, *hosts.where(folder)])
-        run(train.main, train.Config)
+        assert small.start_training(patch, *mixture, *hosts.where(folder)) == 0
     return folder
 
 
-def assert_losses_equal_to_rounding(folder, expected):
-    """float32's own error in sums of a few terms, over six steps."""
-    (steps, values), (expected_steps, expected_values) = zip(*hosts.losses(folder)), zip(*hosts.losses(expected))
-    assert steps == expected_steps
-    np.testing.assert_allclose(values, expected_values, rtol=1e-5)
+ROUNDING = 1e-5  # float32's own error in sums of a few terms, over six steps
 
 
 @pytest.mark.slow
@@ -262,9 +253,9 @@ def test_mpirun(mixture, alone, cache, tmp_path):
     rows = re.findall(r"(\d)  \S+ +4 × cpu: d (\d-\d), t 0-1\n", table)
     assert rows == [("0", "0-1"), ("1", "2-3")] and "axis d crosses hosts; axis t stays within one" in table
     assert re.search(r"Between hosts, along axis d: 0.\d\d MB of the 0.\d\d MB that each device sends", ended.stdout)
-    assert_losses_equal_to_rounding(folder, alone)
-    (ours,), (theirs,) = ([r for r in hosts.records(f) if "validation_loss" in r] for f in (folder, alone))
-    assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
+    np.testing.assert_allclose(hosts.losses(folder), hosts.losses(alone), rtol=ROUNDING)
+    assert len(expected := hosts.logged(alone, "validation_loss")) == 1
+    assert hosts.logged(folder, "validation_loss") == pytest.approx(expected, rel=ROUNDING)
     assert hosts.checkpoints(folder) == [3, 6]
 
 
@@ -286,8 +277,8 @@ def test_resumed_by_one_and_by_two(mixture, alone, cache, tmp_path):
     by_one(tmp_path / "a")
     by_one(tmp_path / "b", half)
     by_two(tmp_path / "b")
-    assert_losses_equal_to_rounding(tmp_path / "a", alone)
-    assert_losses_equal_to_rounding(tmp_path / "b", alone)
+    for name in "ab":
+        np.testing.assert_allclose(hosts.losses(tmp_path / name), hosts.losses(alone), rtol=ROUNDING)
     by_two(tmp_path / "c")
     by_two(tmp_path / "d", half)
     by_two(tmp_path / "d")
@@ -298,10 +289,10 @@ def test_resumed_by_one_and_by_two(mixture, alone, cache, tmp_path):
 def test_sums_of_two_terms_are_equal_bit_for_bit(mixture, cache, tmp_path):
     """One device a process gives the very same losses, since each sum over the mesh has two terms, whose order does not
     matter."""
-    small, env = ["mesh.d=2", "mesh.t=1"], hosts.environment(cache)
-    one = [*hosts.TRAIN, *mixture, *small, *hosts.where(tmp_path / "one")]
+    keys, env = [*mixture, "mesh.d=2", "mesh.t=1"], hosts.environment(cache)
+    one = [*hosts.TRAIN, *keys, *hosts.where(tmp_path / "one")]
     assert subprocess.run(one, cwd=hosts.ROOT, env=env).returncode == 0
-    both = hosts.start_two([*mixture, *small, *hosts.where(tmp_path / "two")], env, output=tmp_path / "log")
+    both = hosts.start_two([*keys, *hosts.where(tmp_path / "two")], env, output=tmp_path / "log")
     assert [process.wait(400) for process in both] == [0, 0], (tmp_path / "log.0").read_text()
     assert hosts.losses(tmp_path / "one") == hosts.losses(tmp_path / "two")
 

@@ -8,6 +8,7 @@ from parts import assert_refuses
 
 from runtime.config.arguments import read
 from runtime.config.keys import Count, NotNegative
+from tools.generate import Generate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +30,6 @@ class Tool:
     yes: bool = False
     names: tuple[str, ...] = ()
     section: Section = field(default_factory=Section)
-
-
-@dataclass(frozen=True, kw_only=True)
-class One:
-    WORDS: ClassVar = ("name",)
-
-    name: str
 
 
 @pytest.mark.parametrize("arguments, expected", [
@@ -78,4 +72,4 @@ def test_mistakes_are_refused(arguments, message):
 
 def test_words_that_no_key_takes():
     """A word too many is refused."""
-    assert_refuses("command line: b is too much: expected key=value", read, One, ["a", "b"])
+    assert_refuses("command line: b is too much: expected key=value", read, Generate, ["a", "b"])

@@ -1,6 +1,5 @@
 """Every key explains itself in --help, from the comments beside the fields."""
 
-import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass, field, is_dataclass
@@ -12,10 +11,9 @@ from parts import assert_refuses
 
 import train
 import train_any
-from runtime.config.command_line import load, run
+from runtime.config.command_line import load
 from runtime.config.help import configs_of, explanations, help_of_keys
 from runtime.config.rebuild import all_keys
-from runtime.terminal import RunError
 from tests import benchmark_attention, benchmark_loader, torture
 from tools import (
     benchmark,
@@ -60,11 +58,12 @@ def test_where_explanations_are_found():
     assert '  section.name: str = "x"' in lines and "  items: list = []" in lines and "  items[].size: int" in lines
 
 
-TOOLS = [
-    benchmark.Benchmark, benchmark_loader.Benchmark, tokenize_text.TokenizeText, torture.Torture,
-    make_dataset.MakeDataset, inspect_dataset.InspectDataset, benchmark_attention.Benchmark, generate.Generate,
-    serve.Serve, score.Score,
-]  # fmt: skip
+# Tools, with the key that each of them needs.
+TOOLS = dict.fromkeys([generate.Generate, serve.Serve, score.Score], "model") | {
+    tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path", benchmark.Benchmark: None,
+    benchmark_attention.Benchmark: None, benchmark_loader.Benchmark: None, torture.Torture: None,
+    make_dataset.MakeDataset: None,
+}  # fmt: skip
 SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt]
 FAMILIES = [train_any.explained({"family": file.removeprefix("models.")}) for file in train_any.TRAINED]
 
@@ -89,34 +88,22 @@ def test_each_program_takes_the_configs_that_it_lists(config_class):
         assert isinstance(load(config_class, name), config_class)
 
 
-NEEDED = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path"}
-NEEDED |= dict.fromkeys([generate.Generate, serve.Serve, score.Score], "model")
-
-
-@pytest.mark.parametrize("config_class", TOOLS)
-def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
+@pytest.mark.parametrize("config_class, needed", TOOLS.items())
+def test_a_tool_has_the_defaults_of_its_dataclass(config_class, needed):
     """A tool needs no yaml; a key is given as in a run, an unknown key is refused, and one without a default is asked
     for."""
-    needed = {key: "x" for key in [NEEDED.get(config_class)] if key}
-    given = [f"{key}=x" for key in needed]
-    assert load(config_class, overrides=given) == config_class(**needed)
-    with pytest.raises(RunError, match=r"^command line: not_there is not a key: the "):
-        load(config_class, overrides=[*given, "not_there=1"])
-    for key in needed:
+    keys = {needed: "x"} if needed else {}
+    given = [f"{key}=x" for key in keys]
+    assert load(config_class, overrides=given) == config_class(**keys)
+    assert_refuses("command line: not_there is not a key: the ", load, config_class, None, [*given, "not_there=1"])
+    for key in keys:
         assert_refuses(f"command line: {key} is missing: expected text; add {key}=...", load, config_class)
 
 
-def printed_help(monkeypatch, capsys, main, config_class, *keys):
-    monkeypatch.setattr("sys.argv", ["program.py", *keys, "--help"])
-    with contextlib.suppress(SystemExit):  # hydra's way
-        run(main, config_class)
-    return capsys.readouterr().out
-
-
-def test_help_of_a_run(monkeypatch, capsys):
+def test_help_of_a_run(called):
     """It lists every config with its first line, every group that the program takes, every key with type and default,
     as its source has it."""
-    text = printed_help(monkeypatch, capsys, train.main, train.Config)
+    _, text, _ = called(train.main, train.Config, "--help")
     assert "usage: " in text and "[--config-name=NAME] [key=value ...]\n" in text
     assert "\n    python -m train --config-name=c4_a100x8_1b               # configs/ has one file for " in text
     assert "  c4_h200x1_84m            101M parameters on C4, for one H200.\n" in text
@@ -126,19 +113,18 @@ def test_help_of_a_run(monkeypatch, capsys):
     assert "      HOST:PORT, where process 0 listens and all others reach it; null: found\n" in text
 
 
-def test_help_of_a_family(monkeypatch, capsys):
+def test_help_of_a_family(called):
     """train_any explains the keys of the chosen family's Model too."""
-    of_any = monkeypatch, capsys, train_any.main, train_any.Config
-    text, of_experts = printed_help(*of_any), printed_help(*of_any, "family=olmoe")
+    keys = [], ["family=olmoe"], ["--config-name=finetune_smollm2"]
+    text, of_experts, of_file = (called(train_any.main, train_any.Config, *more, "--help")[1] for more in keys)
     assert "\n  family=" in text and "  model.tied: bool = false\n" in text and "model.experts" not in text
-    assert "  model.experts_per_token: int\n" in of_experts
-    assert "  model: dict = {}\n" in printed_help(*of_any, "--config-name=finetune_smollm2")
+    assert "  model.experts_per_token: int\n" in of_experts and "  model: dict = {}\n" in of_file
 
 
-def test_help_of_a_tool(monkeypatch, capsys):
+def test_help_of_a_tool(called):
     """It lists commands, keys, the words that need none, and no configs, since it has none."""
-    assert " WHAT PATH [OTHER] [key=value ...]" in printed_help(monkeypatch, capsys, checkpoint.main, checkpoint.LookAt)
-    text = printed_help(monkeypatch, capsys, benchmark.main, benchmark.Benchmark)
+    assert " WHAT PATH [OTHER] [key=value ...]" in called(checkpoint.main, checkpoint.LookAt, "--help")[1]
+    _, text, _ = called(benchmark.main, benchmark.Benchmark, "--help")
     assert "\n    python -m tools.benchmark device=cpu  " in text
     assert " [key=value ...]\n" in text and "  steps: int = 20\n      timed, after those that warm up\n" in text
     assert "--config-name" not in text and "\nconfigs:\n" not in text

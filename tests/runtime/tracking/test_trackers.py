@@ -18,6 +18,7 @@ import small
 import yaml
 from pages import ROOT
 from parts import assert_refuses, says
+from several_hosts import wait_until
 
 from runtime import beside
 from runtime.config.keys import Paths, Tracking
@@ -135,18 +136,12 @@ def trackio_curves(folder: Path) -> dict[tuple[int, str], float]:
     return {(step, name): value for _, step, values in rows for name, value in json.loads(values).items()}
 
 
-TRACKED = [
-    pytest.param("tensorboard", tensorboard_curves, marks=pytest.mark.slow),
-    pytest.param("wandb", wandb_curves, marks=pytest.mark.slow),
-    pytest.param("clearml", clearml_curves, marks=pytest.mark.slow),
-    pytest.param("trackio", trackio_curves, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("name, curves_of", TRACKED)
-def test_a_resumed_run_continues_its_curves(tmp_path, capsys, monkeypatch, name, curves_of):
+@pytest.mark.slow
+@pytest.mark.parametrize("curves_of", [tensorboard_curves, wandb_curves, clearml_curves, trackio_curves])
+def test_a_resumed_run_continues_its_curves(tmp_path, capsys, monkeypatch, curves_of):
     """A run that stopped after step 7 and went on from step 4 has each step once, in the same tracker's run, with the
     second start's values."""
+    name = curves_of.__name__.removesuffix("_curves")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # a tracker's settings of this machine's user are not ours
     for done, steps, factor in ((0, range(1, 8), 1.0), (4, range(5, 11), 10.0)):
         write_lines(tmp_path, config_of(name), done, steps, factor)
@@ -164,9 +159,9 @@ def test_lines_are_followed_as_they_come(tmp_path):
     with Followers(config_of("tensorboard"), tmp_path, is_leader=True) as opened:
         opened.start()  # before there is any line
         write_lines(tmp_path, config_of("tensorboard"), 0, range(1, 4))
-        wait_for(lambda: tensorboard_curves(tmp_path) == curves(range(1, 4)), tmp_path)
+        wait_until(lambda: tensorboard_curves(tmp_path) == curves(range(1, 4)))
         write_lines(tmp_path, config_of("tensorboard"), 2, range(3, 6), 10.0)
-        wait_for(lambda: (5, "loss") in tensorboard_curves(tmp_path), tmp_path)
+        wait_until(lambda: (5, "loss") in tensorboard_curves(tmp_path))
         write_lines(tmp_path, config_of("tensorboard"), 5, range(6, 7), 10.0)
     assert tensorboard_curves(tmp_path) == curves(range(1, 3)) | curves(range(3, 7), 10.0)
     assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2  # one for each file of lines
@@ -180,13 +175,6 @@ def test_tensorboard_waits_for_lines_without_a_core(tmp_path):
         before = time.process_time()
         time.sleep(2)
         assert time.process_time() - before < 0.5
-
-
-def wait_for(is_done, folder):
-    deadline = time.monotonic() + 300
-    while not is_done():
-        assert time.monotonic() < deadline, (folder / "tensorboard.log").read_text()
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -253,10 +241,9 @@ HANGS = "import sys, time\nif sys.argv[2] == 'to=wandb': time.sleep(600)\nsys.st
 FAILED = r"failed (ValueError: no API key: run wandb login \x1b[2J)"
 
 
-@pytest.mark.parametrize(
-    "program, why, while_it_runs",
-    [(FAILS, FAILED, True), (FAILS, FAILED, False), (HANGS, "was not done 0.5 s after the end", False)],
-)
+@pytest.mark.parametrize("program, why, while_it_runs", [
+    (FAILS, FAILED, True), (FAILS, FAILED, False), (HANGS, "was not done 0.5 s after the end", False),
+])  # fmt: skip
 def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypatch, program, why, while_it_runs):
     """The warning has its last words and how to send what is missing; the follower holds up neither a step nor, for
     long, the end."""
@@ -302,9 +289,7 @@ def test_a_killed_training_leaves_followers_that_have_all(tmp_path):
     assert process.stdout.readline() == "imported []\n"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    wait_for(
-        lambda: tensorboard_curves(tmp_path) == curves(range(1, 6)) and (tmp_path / "report.html").exists(), tmp_path
-    )
+    wait_until(lambda: tensorboard_curves(tmp_path) == curves(range(1, 6)) and (tmp_path / "report.html").exists())
 
 
 # ---- the report

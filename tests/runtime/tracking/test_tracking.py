@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parts import says
+from several_hosts import records
 
 from runtime.files import flat
 from runtime.run import InFlight, Run
@@ -51,8 +52,12 @@ def metrics_of(loss: float) -> dict[str, jax.Array]:
     }
 
 
-def records(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def logged(folder, losses, start_step=0, **settings) -> list[dict]:
+    """The lines of the file after steps with these losses."""
+    with open_tracker(folder, start_step=start_step, **settings) as tracker:
+        for step, loss in enumerate(losses, start_step + 1):
+            tracker.log(step, metrics_of(loss))
+    return records(folder)
 
 
 class Clock:
@@ -86,10 +91,7 @@ class DeviceScalar:
 
 def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
     """Ten steps with log_interval 4 log steps 1, 4, 8 and 10, each once, with all that was given and measured."""
-    with open_tracker(tmp_path) as tracker:
-        for step in range(1, 11):
-            tracker.log(step, metrics_of(step / 3))
-    lines = records(tmp_path)
+    lines = logged(tmp_path, [step / 3 for step in range(1, 11)])
     assert [line["step"] for line in lines] == [1, 4, 8, 10]
     names = """step time loss learning_rate grad_norm skipped_steps perplexity bits_per_byte step_time_s device_s
         tokens_per_s mfu hfu step_cpu_s data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
@@ -108,7 +110,6 @@ def test_a_step_is_read_only_when_the_next_is_dispatched(tmp_path):
             tracker.log(step, {"loss": scalars[step]})
         scalars[10].ready = True
     assert [step for step, scalar in scalars.items() if scalar.reads] == [1, 4, 8, 10]
-    assert [line["step"] for line in records(tmp_path)] == [1, 4, 8, 10]
 
 
 @pytest.mark.parametrize("peak", [1e12, None])
@@ -133,15 +134,14 @@ def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch, capsys,
 def test_pauses_do_not_count(tmp_path, monkeypatch):
     """Validation of 500 s between steps of 2 s leaves step_time_s at 2 s, but is in the time left."""
     clock = Clock(monkeypatch)
-    tracker = open_tracker(tmp_path, log_interval=2)
-    for step in range(1, 5):
-        tracker.log(step, metrics_of(1))
-        clock.now += 2
-        if step == 2:
-            with tracker.paused():
-                clock.now += 500
-                tracker.log_validation(step, jnp.float32(3.5), {"data/a": 3.0, "data/b": 5.0})
-    tracker.flush()
+    with open_tracker(tmp_path, log_interval=2) as tracker:
+        for step in range(1, 5):
+            tracker.log(step, metrics_of(1))
+            clock.now += 2
+            if step == 2:
+                with tracker.paused():
+                    clock.now += 500
+                    tracker.log_validation(step, jnp.float32(3.5), {"data/a": 3.0, "data/b": 5.0})
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 2, 4]
     names = {"step", "time", "validation_loss", "validation_perplexity", "validation_bits_per_byte"}
@@ -149,34 +149,23 @@ def test_pauses_do_not_count(tmp_path, monkeypatch):
     assert lines[2].keys() == names and lines[2]["validation_loss"] == 3.5
     assert lines[2]["validation_loss_of/data/b"] == 5.0
     assert lines[1]["step_time_s"] == lines[3]["step_time_s"] == 2
-    tracker.__exit__(None, None, None)
 
 
 def test_a_pause_begins_when_the_steps_under_way_are_finished(tmp_path):
     """Their time would otherwise fall into the pause and make step_time_s too short."""
 
-    class Slow(DeviceScalar):
-        def block_until_ready(self):
-            self.ready = True
-            waited.append(self)
-            return self
-
-    waited = []
-    scalar = Slow(1)
+    loss = mock.Mock()
     with open_tracker(tmp_path) as tracker:
-        tracker.log(1, metrics_of(1))
-        tracker.log(2, {"loss": scalar})
+        tracker.log(2, {"loss": loss})
         with tracker.paused():
-            assert waited == [scalar]
+            loss.block_until_ready.assert_called_once()
 
 
 def test_numbers_come_back_as_they_were(tmp_path):
     """A float32 comes back from the file as the same float32. NaN and the infinities are strings, so that every JSON
     reader takes the line and null keeps its meaning."""
     losses = np.random.default_rng(0).normal(size=10).astype(np.float32)
-    with open_tracker(tmp_path, log_interval=1, total_steps=13) as tracker:
-        for step, loss in enumerate([*losses, np.nan, np.inf, -np.inf], 1):
-            tracker.log(step, metrics_of(loss))
+    logged(tmp_path, [*losses, np.nan, np.inf, -np.inf], log_interval=1, total_steps=13)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
     assert [np.float32(loss) for loss in found[:10]] == list(losses) and found[10:] == ["NaN", "Infinity", "-Infinity"]
@@ -185,12 +174,11 @@ def test_numbers_come_back_as_they_were(tmp_path):
 def test_a_resumed_run_has_every_step_once(tmp_path, capsys, monkeypatch):
     """A run stopped after step 7 with a checkpoint at 4 drops the later steps' lines, validations and a half-written
     line, all or nothing. It names a damaged line and sets it aside; the other lines stay as they were."""
-    tracker = open_tracker(tmp_path, log_interval=1)
-    for step in range(1, 8):
-        tracker.log(step, metrics_of(step))
-        if step in (4, 6):
-            tracker.log_validation(step, 9.0)
-    tracker.__exit__(None, None, None)
+    with open_tracker(tmp_path, log_interval=1) as tracker:
+        for step in range(1, 8):
+            tracker.log(step, metrics_of(step))
+            if step in (4, 6):
+                tracker.log_validation(step, 9.0)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(before := b"\n".join([*lines[:2], b"not json", *lines[2:]]) + b'{"step": 8, "lo')
@@ -200,13 +188,9 @@ def test_a_resumed_run_has_every_step_once(tmp_path, capsys, monkeypatch):
     assert path.read_bytes() == before
     (tmp_path / "metrics.damaged.jsonl").unlink()
     capsys.readouterr()
-    with open_tracker(tmp_path, start_step=4, log_interval=1) as tracker:
-        assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:5])
-        for step in range(5, 11):
-            tracker.log(step, metrics_of(10 * step))
-    lines = records(tmp_path)
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
-    assert [line["loss"] for line in lines if line["step"] > 4] == [50, 60, 70, 80, 90, 100]
+    later = logged(tmp_path, range(50, 110, 10), start_step=4, log_interval=1)[5:]
+    assert [(line["step"], line["loss"]) for line in later] == [(step, 10 * step) for step in range(5, 11)]
+    assert path.read_bytes().splitlines()[:5] == lines[:5]
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"not json\n"
     parts = f"warning: {path}, line 3: … `step` and `time` … got 'not json' … {tmp_path}/metrics.damaged.jsonl"
     assert says(parts, capsys.readouterr().out)
@@ -214,16 +198,10 @@ def test_a_resumed_run_has_every_step_once(tmp_path, capsys, monkeypatch):
 
 def test_times_only_increase(tmp_path, monkeypatch):
     """A run that goes on where the clock is an hour behind writes later times: what follows the file goes by them."""
-    with open_tracker(tmp_path, log_interval=1) as tracker:
-        for step in range(1, 8):
-            tracker.log(step, metrics_of(step))
-    before = records(tmp_path)[-1]["time"]
+    before = logged(tmp_path, range(1, 8), log_interval=1)[-1]["time"]
     behind = time.time() - 3600
     monkeypatch.setattr(tracking.time, "time", lambda: behind)
-    with open_tracker(tmp_path, start_step=4, log_interval=1) as tracker:
-        for step in range(5, 11):
-            tracker.log(step, metrics_of(step))
-    times = [line["time"] for line in records(tmp_path)]
+    times = [line["time"] for line in logged(tmp_path, range(5, 11), start_step=4, log_interval=1)]
     assert times == sorted(set(times)) and before < times[4] < before + 1
 
 
