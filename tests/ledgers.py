@@ -1,14 +1,16 @@
-"""Ledgers of train.py's step for the configs, on meshes that need no device."""
+"""Ledgers of train.py's step for the configs, and forecasts of small programs, on meshes that need no device."""
 
 import functools
-import importlib.util
-import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from pages import module_of
 from small import proved_elsewhere
 
 import train
+from ledger.count.memory import Memory, forecast
+from ledger.count.program import read
 from ledger.count.step import Ledger, of_step
 from runtime.config.command_line import load
 
@@ -29,25 +31,30 @@ def traced(module, config) -> jax.stages.Traced:
         module.act.dtype = before
 
 
+def of_config(module, name: str, *overrides: str) -> Ledger:
+    """The ledger of a module for a config; attention by what is written out, unless the overrides say otherwise."""
+    config = load(module.Config, name, ("model.attention=einsum", *overrides))
+    tokens = config.training.tokens.batch * config.training.tokens.len
+    return of_step(traced(module, config), vars(config.mesh), source=module.__file__, tokens=tokens)
+
+
 @functools.cache
 def ledger_of(name: str, *overrides: str) -> Ledger:
-    """The ledger for a config; attention by what train.py writes out, unless the overrides say otherwise."""
-    config = load(train.Config, name, ("model.attention=einsum", *overrides))
-    tokens = config.training.tokens.batch * config.training.tokens.len
-    return of_step(traced(train, config), vars(config.mesh), source=train.__file__, tokens=tokens)
+    return of_config(train, name, *overrides)
 
 
 def ledger_of_changed(folder, name: str, text: str) -> Ledger:
     """The ledger for a config of a changed train.py, written to a folder and read from there."""
-    path = folder / "train.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location("changed_train", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["changed_train"] = module
-    try:
-        spec.loader.exec_module(module)
-        config = load(module.Config, name, ("model.attention=einsum",))
-        tokens = config.training.tokens.batch * config.training.tokens.len
-        return of_step(traced(module, config), vars(config.mesh), source=path, tokens=tokens)
-    finally:
-        del sys.modules["changed_train"]
+    return of_config(module_of(folder / "train.py", text), name)
+
+
+# -- Small programs ----------------------------------------------------------------------------------------------------
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def forecast_of(function, *shapes, donated=(), **given) -> Memory:
+    """The forecast of a function of these shapes, of which some are donated."""
+    block = read(jax.make_jaxpr(function)(*shapes))
+    free = [index in donated for index in range(len(block.inputs))]
+    return forecast(block, ["batch"] * len(block.inputs), free, **given)

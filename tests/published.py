@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from pages import module_of
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from models import foreign, huggingface
 from models.context import ALONE, attention, deal_heads
@@ -25,6 +26,7 @@ from train import act
 
 FOLDER = Path(__file__).parent / "models/golden"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
+SIZES = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96}  # of a model without weights
 LENGTHS, READ = (9, 15), (13, 7)  # of the two sequences in each row, and of what an encoder reads
 
 
@@ -41,6 +43,19 @@ def oracle_of(name):
     """What transformers computed: `targets`, `logits` of the first rows, `loss`, and `gradient/` of each tensor."""
     with np.load(FOLDER / name / "oracle.npz") as file:
         return dict(file)
+
+
+def config_of(name):
+    return json.loads((FOLDER / name / "config.json").read_text())
+
+
+def published_as(folder, name, config=None, tensors=None):
+    """Writes a golden folder with another config.json or other tensors; returns where."""
+    shutil.copytree(FOLDER / name, folder, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config or config_of(name)))
+    if tensors:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def batch_of(oracle, lengths=LENGTHS):
@@ -192,9 +207,9 @@ def reduced(types, gradient):
     return jax.tree.map(of_one, types, gradient)
 
 
-def check_family(path, source, *given):
+def check_family(path, source, variants, steps, others=()):
     """Returns what `claims_of` does, for a changed text of a family's file."""
-    return claims_of(module_of(path, source), *given)
+    return claims_of(module_of(path, source), variants, steps, *others)
 
 
 def claims_of(family, variants, steps, *others):

@@ -62,34 +62,31 @@ def truth(q, k, v, segment, gradient):
 
 def distances(results, expected):
     """The relative distance of o and of each gradient, in the 2-norm."""
-    results = [np.asarray(x, np.float64) for x in results]
+    results, expected = ([np.asarray(x, np.float64) for x in arrays] for arrays in (results, expected))
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(results, expected, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "block, length, Q, K",
-    [(128, 33, 2, 2), (16, 40, 1, 2), (16, 33, 2, 1), (16, 64, 3, 2)],
-    ids=["one block", "uneven blocks", "one key head", "even blocks"],
-)
-def test_blockwise_equals_the_reference(block, length, Q, K, monkeypatch):
-    """In float32, o and the gradients of q, k and v on ragged segments are those of float64 to 2e-6."""
+@pytest.mark.parametrize("name, block, length, Q, K", [
+    ("blockwise", 128, 33, 2, 2), ("blockwise", 16, 40, 1, 2), ("blockwise", 16, 33, 2, 1), ("blockwise", 16, 64, 3, 2),
+    ("splash", 0, 100, 2, 1),
+], ids=["one block", "uneven blocks", "one key head", "even blocks", "splash"])  # fmt: skip
+def test_a_kernel_equals_the_reference(name, block, length, Q, K, monkeypatch):
+    """In float32, o and the gradients of q, k and v on ragged segments are those of float64 to 2e-6; the TPU's kernel
+    is interpreted, on a row that is no multiple of its lanes."""
     monkeypatch.setattr(blockwise, "BLOCK", block)
     given = operands(length, Q=Q, K=K)
-    assert max(distances(with_gradient(KERNELS["blockwise"])(*given), truth(*given))) < 2e-6
+    assert max(distances(with_gradient(RUNNABLE[name])(*given), truth(*given))) < 2e-6
 
 
-def of_layers(window, cap):
-    """(q, k, v, segment) -> o as models/layers.py writes it out."""
-
-    def attention(q, k, v, segment):
-        position = jnp.arange(segment.shape[1])
-        distance = position[:, None] - position[None]
-        allowed = (segment[:, :, None] == segment[:, None, :]) & ((distance >= 0) & (distance < window))[None]
-        logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k)
-        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-        return jnp.einsum('BQKLS,BSKD->BLQKD', jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30)), v)
-
-    return attention
+def products(q, k, v, segment, window=2**30, cap=None):
+    """Attention as train.py and models/layers.py write it out, on one device."""
+    position = jnp.arange(segment.shape[1])
+    distance = position[:, None] - position[None]
+    allowed = (segment[:, :, None] == segment[:, None, :]) & ((distance >= 0) & (distance < window))[None]
+    logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k, preferred_element_type=jnp.float32)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    probabilities = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1)
+    return jnp.einsum('BQKLS,BSKD->BLQKD', probabilities.astype(q.dtype), v)
 
 
 @pytest.mark.parametrize("name, block, length, window, cap", [
@@ -102,10 +99,10 @@ def test_a_window_and_a_cap(name, block, length, window, cap, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
     given = operands(length, batch=1, Q=2, K=1, segments=2.0)
     with jax.default_matmul_precision("highest"):
-        expected = with_gradient(of_layers(window, cap))(*given)
+        expected = with_gradient(functools.partial(products, window=window, cap=cap))(*given)
         for width in [window] + [jnp.int32(window)] * (name == "blockwise"):
             found = with_gradient(functools.partial(RUNNABLE[name], window=width, cap=cap))(*given)
-            assert max(distances(found, [np.asarray(x, np.float64) for x in expected])) < 2e-6
+            assert max(distances(found, expected)) < 2e-6
 
 
 @pytest.mark.parametrize("kernel, window, cap, name", [
@@ -119,32 +116,17 @@ def test_a_kernel_without_a_window_or_a_cap_is_replaced(kernel, window, cap, nam
     assert able(kernel, window, cap) == name
 
 
-def test_splash_equals_the_reference():
-    """The TPU's kernel, interpreted, on a row that is no multiple of its lanes: o and the gradients to 2e-6."""
-    given = operands(length=100, batch=1, Q=2, K=1)
-    assert max(distances(with_gradient(RUNNABLE["splash"])(*given), truth(*given))) < 2e-6
-
-
-def einsum(q, k, v, segment):
-    """Attention as train.py writes it, on one device."""
-    position = jnp.arange(segment.shape[1])
-    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
-    logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k, preferred_element_type=jnp.float32)
-    probabilities = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1)
-    return jnp.einsum('BQKLS,BSKD->BLQKD', probabilities.astype(q.dtype), v)
-
-
 def test_bfloat16_is_about_as_near_as_the_plain_products(monkeypatch):
     """Over eight batches in bfloat16, o is nearer to float64 than the einsum's, v's gradient as near, q's and k's at
     most 1.3 times as far, since the backward pass reads o as it was kept, in bfloat16."""
     monkeypatch.setattr(blockwise, "BLOCK", 16)
     ours, plain = [], []
-    kernel, products = with_gradient(KERNELS["blockwise"]), with_gradient(einsum)
+    kernel, written_out = with_gradient(KERNELS["blockwise"]), with_gradient(products)
     for seed in range(8):
         given = operands(length=40, seed=seed, dtype=jnp.bfloat16)
         expected = truth(*given)
         ours.append(distances(kernel(*given), expected))
-        plain.append(distances(products(*given), expected))
+        plain.append(distances(written_out(*given), expected))
     ours, plain = (np.sqrt(np.mean(np.square(rows), axis=0)) for rows in (ours, plain))
     assert (ours < np.array([1, 1.3, 1.3, 1.02]) * plain).all() and (ours < 5e-3).all(), (ours, plain)
 
@@ -253,17 +235,10 @@ def test_parts_of_a_row_with_all_its_keys(parts, monkeypatch):
     order = blockwise.dealt(length, devices)
     assert sorted(order) == list(range(length))
     found = [np.zeros(operand.shape, np.float32) for operand in (q, q, k, v)]
-
-    @jax.jit
-    def both(q, k, v, part, segment, key_segment, gradient):
-        o, backward = jax.vjp(
-            lambda q, k, v: KERNELS["blockwise"](q, k, v, (part, order, segment, key_segment)), q, k, v
-        )
-        return o, *backward(gradient)
-
+    kernel = with_gradient(KERNELS["blockwise"])
     for part in np.split(order, devices):
-        keys = k[:, order], v[:, order]
-        o, dq, dk, dv = both(q[:, part], *keys, part, segment[:, part], segment[:, order], gradient[:, part])
+        places = part, order, segment[:, part], segment[:, order]
+        o, dq, dk, dv = kernel(q[:, part], k[:, order], v[:, order], places, gradient[:, part])
         found[0][:, part], found[1][:, part] = o, dq
         found[2][:, order] += dk
         found[3][:, order] += dv

@@ -12,6 +12,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from golden import model_of
 from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent
@@ -28,9 +29,7 @@ VARIANTS = {
 
 def write(name: str, settings: dict) -> None:
     torch.manual_seed(0)
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER / "golden" / name, dtype=torch.float32, attn_implementation="eager"
-    )
+    base = model_of(name)
     lora = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(base, lora).eval()
     with torch.no_grad():
@@ -51,9 +50,7 @@ def write_each_expert(name: str) -> None:
     """Matrices of each expert, as models/adapters.py writes them and PEFT with transformers 4 did: PEFT 0.21 reads them
     into its arrays."""
     torch.manual_seed(0)
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER / "golden" / name, dtype=torch.float32, attn_implementation="eager"
-    )
+    base = model_of(name)
     folder, down = FOLDER / "peft" / name, base.model.layers[0].mlp.experts.down_proj
     experts, wide, narrow = down.shape
     sizes = {"gate_proj": (wide, narrow), "up_proj": (wide, narrow), "down_proj": (narrow, wide)}

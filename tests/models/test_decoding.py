@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mutation import proofs
 from pages import module_of
-from published import FOLDER, NAMES, on_mesh, weights_of
+from published import FOLDER, NAMES, SIZES, on_mesh, weights_of
 
 from models import huggingface
 from models.decoding import Drawing, Generator, Slots
@@ -149,7 +149,7 @@ def check_decoding(path, source, names=tuple(SMALL)):
     is_new, tokens, counts = shape(bool, 16), shape(np.uint32, 16, 4), shape(np.int32, 16)
     for name in names:
         family = huggingface.family_of(name, "here")
-        model = family.Model(d_model=64, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, **SMALL[name])
+        model = family.Model(**SIZES, **SMALL[name])
         weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
         programs = module.Programs(family, model, weights, {"t5": "int8", "qwen2": "split"}[name])
         of_encoder = (0, 0) if name == "t5" else ()

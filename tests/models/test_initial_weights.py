@@ -1,15 +1,14 @@
 """A run that begins with another's weights, or with published ones: what is theirs, and what begins anew."""
 
 import functools
-import json
 import re
 
 import jax
 import numpy as np
 import pytest
 import small
-from published import FOLDER, on_mesh, oracle_of
-from safetensors.numpy import load_file, save_file
+from published import FOLDER, config_of, on_mesh, oracle_of, published_as
+from safetensors.numpy import load_file
 from several_hosts import logged, where
 
 import train
@@ -74,11 +73,8 @@ def test_tied_weights_begin_both_tables(pool, tmp_path):
     found = []
     with on_mesh(2, 2):
         for name, table in tables.items():
-            (tmp_path / name).mkdir()
-            save_file(tensors | table, tmp_path / name / "model.safetensors")
-            config = json.loads((FOLDER / "llama/config.json").read_text()) | {"tie_word_embeddings": name == "tied"}
-            (tmp_path / name / "config.json").write_text(json.dumps(config))
-            source = huggingface.open_weights(tmp_path / name, pool)
+            config = config_of("llama") | {"tie_word_embeddings": name == "tied"}
+            source = huggingface.open_weights(published_as(tmp_path / name, "llama", config, tensors | table), pool)
             found.append(huggingface.restored(source, model, with_shardings(shapes, train.Weights), pool))
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

@@ -1,7 +1,6 @@
 """models/llama.py against train.py, its layer in both forms, and the check of all that it sends."""
 
 import functools
-import importlib
 import sys
 
 import jax
@@ -10,8 +9,9 @@ import pytest
 import small
 from mutation import proofs
 from pages import ROOT, module_of
-from published import FOLDER, batch_of, claims_of, decoded, loss_and_logits, on_mesh, oracle_of, weights_of
+from published import FOLDER, SIZES, batch_of, claims_of, decoded, loss_and_logits, on_mesh, oracle_of, weights_of
 
+import models
 import train
 from models import huggingface, layers, llama
 from models.layers import TokenBatch
@@ -62,7 +62,6 @@ VARIANTS = [
 
 
 MODULES = ["models.weights", "models.layers", "models.llama"]
-GPT2 = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "positions": 64}
 
 
 def check_family(path, source, module="models.llama"):
@@ -70,19 +69,15 @@ def check_family(path, source, module="models.llama"):
     module; returns the claims."""
     families = ["models.llama"] if module == "models.llama" else ["models.llama", "models.gpt2"]
     changed = [*MODULES[MODULES.index(module) : 2], *families]  # those that import it are made anew
-    before = {name: importlib.import_module(name) for name in changed}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         for name in changed:
             text = source if name == module else (ROOT / f"{name.replace('.', '/')}.py").read_text()
-            sys.modules[name] = module_of(path.with_name(f"{name.rpartition('.')[2]}.py"), text)
-            setattr(sys.modules["models"], name.rpartition(".")[2], sys.modules[name])
+            stem = name.rpartition(".")[2]
+            patch.setitem(sys.modules, name, module_of(path.with_name(f"{stem}.py"), text))
+            patch.setattr(models, stem, sys.modules[name], raising=False)
         variants = [vars(small.MODEL) | {"attention": "einsum"} | variant for variant in VARIANTS]
-        given = {"models.llama": variants, "models.gpt2": [GPT2 | {"attention": "einsum"}]}
+        given = {"models.llama": variants, "models.gpt2": [{**SIZES, "positions": 64, "attention": "einsum"}]}
         return sum(claims_of(sys.modules[name], given[name], [loss_and_logits, decoded]) for name in families)
-    finally:
-        sys.modules.update(before)
-        for name, original in before.items():
-            setattr(sys.modules["models"], name.rpartition(".")[2], original)
 
 
 LEAST = {"models.weights": 3, "models.layers": 40, "models.llama": 30}

@@ -12,7 +12,7 @@ import pytest
 import small
 from mutation import proofs
 from pages import module_of
-from published import FOLDER, LENGTHS, READ, on_mesh, oracle_of, weights_of
+from published import FOLDER, LENGTHS, READ, SIZES, on_mesh, oracle_of, published_as, weights_of
 from safetensors.numpy import load_file
 from scipy.special import erf, log_softmax
 
@@ -40,6 +40,13 @@ def padded(rows, length=20):
     return np.stack([np.pad(row, (0, length - len(row))) for row in rows])
 
 
+def rows_of(oracle, some):
+    """What `Reader` reads of BERT's sequences, each in a padded row of its own."""
+    parts = [[oracle[key][row, place] for row, place in some] for key in ("inputs", "targets", "kinds")]
+    tokens, targets, kinds = map(padded, parts)
+    return [tokens, targets, padded([np.ones(len(ids), int) for ids in parts[0]]), kinds]
+
+
 # == What is predicted =================================================================================================
 @pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -49,9 +56,7 @@ def test_masked_tokens_have_the_log_probabilities_of_transformers(mesh, pool):
     oracle = oracle_of("bert")
     some = sequences_of(oracle)
     logits = [oracle["logits"][row, place] for row, place in some]
-    fields = [padded([oracle[key][row, place] for row, place in some]) for key in ("inputs", "targets")]
-    fields += [padded([np.ones(len(array), int) for array in logits])]
-    fields += [padded([oracle["kinds"][row, place] for row, place in some])]
+    fields = rows_of(oracle, some)
     with on_mesh(*mesh):
         found, best = reader_of("bert", pool).predict(fields)
     for n, array in enumerate(logits):
@@ -103,9 +108,7 @@ def test_vectors_are_the_hidden_states_of_transformers(mesh, pool):
     unembedding, and the mean of those is the mean."""
     oracle = oracle_of("bert")
     some = sequences_of(oracle)
-    fields = [padded([oracle[key][row, place] for row, place in some]) for key in ("inputs", "targets")]
-    fields += [padded([np.ones(place.stop - place.start, int) for _, place in some])]
-    fields += [padded([oracle["kinds"][row, place] for row, place in some])]
+    fields = rows_of(oracle, some)
     with on_mesh(*mesh):
         reader = reader_of("bert", pool)
         first, last = reader.embed(fields, "first"), reader.embed(fields, "last")
@@ -144,9 +147,7 @@ def published_bert(tmp_path_factory):
     )
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
-    for file in ("config.json", "model.safetensors"):
-        (folder / file).write_bytes((FOLDER / "bert" / file).read_bytes())
-    return folder
+    return published_as(folder, "bert")
 
 
 def log_probs_alone(pool, ids, mask_at):
@@ -239,7 +240,6 @@ def test_texts_that_have_no_vector():
 
 
 # == The check =========================================================================================================
-SIZES = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96}
 MODELS = {
     bert: {**SIZES, "positions": 32},
     t5: {**SIZES, "encoder_layers": 2},

@@ -1,7 +1,6 @@
-"""models/t5.py: decoding with what was encoded once, its buckets, what is published, and the check of all it sends."""
+"""models/t5.py: decoding with what was encoded once, its buckets, and the check of all it sends."""
 
-import json
-import shutil
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +8,18 @@ import numpy as np
 import pytest
 import small
 from mutation import proofs
-from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
-from safetensors.numpy import load_file, save_file
+from published import (
+    FOLDER,
+    SIZES,
+    Read,
+    check_family,
+    config_of,
+    loss_and_logits_of_read,
+    on_mesh,
+    oracle_of,
+    published_as,
+    weights_of,
+)
 
 from models import huggingface, layers, t5
 from models.context import ALONE, attention_where
@@ -108,48 +117,19 @@ def test_buckets_begin_where_those_of_transformers_do(buckets, max_distance, fir
     assert t5.first_distances(buckets, max_distance) == firsts
 
 
-def published_as(tmp_path, name, changes, tensors=None):
-    config = {**json.loads((FOLDER / name / "config.json").read_text()), **changes}
-    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in config.items() if x is not None}))
-    save_file({**load_file(FOLDER / name / "model.safetensors"), **(tensors or {})}, tmp_path / "model.safetensors")
-    return tmp_path
-
-
-def test_folders_that_earlier_releases_wrote_are_read(pool, tmp_path):
-    """T5 1.1 says tie_word_embeddings = false; 1.0 has copies of its embedding, and a bias that it does not add."""
-    before = {"scale_decoder_outputs": None, "dense_act_fn": None, "is_gated_act": None}
-    for name, changes in (("t5", {**before, "feed_forward_proj": None}), ("t5_gated", before)):
-        (tmp_path / name).mkdir()
-        table = load_file(FOLDER / name / "model.safetensors")["shared.weight"]
-        unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-        old = {"encoder.embed_tokens.weight": table, "decoder.embed_tokens.weight": table, unused: table[:8, :2].copy()}
-        changes = {**changes, "tie_word_embeddings": name == "t5"}
-        found = huggingface.open_weights(published_as(tmp_path / name, name, changes, old), pool).model
-        assert found == huggingface.open_weights(FOLDER / name, pool).model
-        assert found.tied == (name == "t5") and found.gated == (name == "t5_gated")
-
-
 @pytest.mark.parametrize("said, start", [({"decoder_start_token_id": 2}, 2), ({"decoder_start_token_id": None}, 5)])
 def test_what_the_decoder_reads_first(said, start, pool, tmp_path):
     """What config.json says; where it says null, the padding token, as in T5's own files."""
-    folder = shutil.copytree(FOLDER / "t5", tmp_path / "t5")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 5, **said}))
+    folder = published_as(tmp_path, "t5", {**config_of("t5"), "pad_token_id": 5, **said})
     assert huggingface.open_weights(folder, pool).decoder_start == start
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------
-SMALL = {
-    "d_model": 64, "n_kv": 8, "d_head": 8, "encoder_layers": 3, "layers": 2, "vocab": 128, "d_ff": 96, "buckets": 16,
-    "max_distance": 40,
-}  # fmt: skip
+SMALL = {**SIZES, "encoder_layers": 3, "buckets": 16, "max_distance": 40}
 VARIANTS = [{**SMALL, "gated": False, "tied": True}, {**SMALL, "gated": True}]
 SHAPES = Read(jax.ShapeDtypeStruct((16, 24), np.uint32), jax.ShapeDtypeStruct((16, 24), np.int32))
 
-
-def check_t5(path, source):
-    return check_family(path, source, VARIANTS, [loss_and_logits_of_read, decoded_in([32])], SHAPES)
-
-
+STEPS = [loss_and_logits_of_read, decoded_in([32])]
+check = functools.partial(check_family, variants=VARIANTS, steps=STEPS, others=[SHAPES])
 FILE = "models/t5.py"
-test_it_is_accepted, test_every_mutant_is_refused = proofs({FILE: (check_t5, 300, 40)}, quick=[FILE])
+test_it_is_accepted, test_every_mutant_is_refused = proofs({FILE: (check, 300, 40)}, quick=[FILE])

@@ -39,7 +39,6 @@ CASES = [
     ("c4_a100x8_1b", ("mesh.d=2", "mesh.t=4", "training.microbatches=2")),
     ("c4_a100x8_2b", ("mesh.d=512", "mesh.t=8", "training.tokens.batch=4096")),
 ]
-CASES = [(name, ("model.attention=einsum", *overrides)) for name, overrides in CASES]
 cases = pytest.mark.parametrize("name, overrides", CASES, ids=lambda value: value if isinstance(value, str) else "")
 
 
@@ -267,15 +266,8 @@ def test_what_is_kept_is_what_jax_says(capsys):
     assert {row.why for row in rows} == {"save_for_backward", "input", ""}
 
 
-def test_what_cannot_be_counted_is_refused_and_kernels_are_listed():
-    """A product in a while loop is refused; a kernel counts with what it declares, and is listed if it declares
-    nothing."""
-
-    def in_while(x):
-        return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
-
-    with pytest.raises(ValueError, match=r"product in the while loop at test_ledger.py:\d+"):
-        count(read(jax.make_jaxpr(in_while)(jnp.ones((4, 4)))), {})
+def test_kernels_are_listed():
+    """A kernel counts with what it declares, and is listed if it declares nothing."""
 
     def kernel(x, out):
         out[...] = x[...] @ x[...]

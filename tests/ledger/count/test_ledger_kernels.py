@@ -7,7 +7,6 @@ from ledgers import ledger_of
 
 import train
 from kernels.attention import KERNELS
-from ledger.count.step import Ledger
 from ledger.pages import text as page
 from ledger.pages.contents import array
 from runtime.config.command_line import load
@@ -25,47 +24,35 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ledgers() -> dict[str, Ledger]:
-    """The ledger with each kernel, by its name; 'einsum' is what train.py writes out."""
-    return {name: ledger_of(NAME, *OVERRIDES, f"model.attention={name}") for name in RUNS}
+CONFIG = load(train.Config, NAME, OVERRIDES)
 
 
-@pytest.fixture(scope="module")
-def config():
-    return load(train.Config, NAME, OVERRIDES)
-
-
-def test_all_kernels_are_here():
-    """None is without these tests."""
-    assert set(RUNS) == {"einsum", *KERNELS}
+def ledger_with(kernel):
+    """The ledger with a kernel; 'einsum' is what train.py writes out."""
+    return ledger_of(NAME, *OVERRIDES, f"model.attention={kernel}")
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_model_flops_do_not_depend_on_the_kernel(name, ledgers):
-    """The model defines MFU: its FLOPs are the same with each kernel, and nothing is left uncounted."""
-    assert ledgers[name].model_flops == pytest.approx(ledgers["einsum"].model_flops, rel=1e-12)
-    assert not ledgers[name].costs.kernels
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_hardware_flops_are_what_the_kernel_runs(name, ledgers, config):
-    """Attention runs what RUNS says, times layers; everything else runs the same."""
-    model, tokens = config.model, config.training.tokens
+def test_flops_are_the_models_and_what_the_kernel_runs(name):
+    """The model defines MFU: its FLOPs are the same with each kernel, and nothing is left uncounted. Attention runs
+    what RUNS says, times layers; everything else runs the same."""
+    ledger, plain = ledger_with(name), ledger_with("einsum")
+    assert ledger.model_flops == pytest.approx(plain.model_flops, rel=1e-12) and not ledger.costs.kernels
+    model, tokens = CONFIG.model, CONFIG.training.tokens
     product = 2 * tokens.batch * model.n_q_per_kv * model.n_kv * tokens.len**2 * model.d_head * model.layers
-    besides = ledgers["einsum"].hardware_flops - RUNS["einsum"] * product
+    besides = plain.hardware_flops - RUNS["einsum"] * product
     extra = model.n_q_per_kv * model.n_kv * tokens.batch * tokens.len * model.d_head * model.layers * 2
     # Splash has besides a product of o and its gradient, of length and not of length².
-    assert ledgers[name].hardware_flops - besides - RUNS[name] * product == pytest.approx(
+    assert ledger.hardware_flops - besides - RUNS[name] * product == pytest.approx(
         extra if name == "splash" else 0, abs=1
     )
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_the_kernel_keeps_is_said(name, ledgers, config):
+def test_what_the_kernel_keeps_is_said(name):
     """The kernel's line keeps o and the logits' log-sum-exp under save_for_backward, times layers, and ledger.txt has
     both. Nothing else is kept, and what is sent is the same."""
-    ledger, tokens, model = ledgers[name], config.training.tokens, config.model
+    ledger, tokens, model = ledger_with(name), CONFIG.training.tokens, CONFIG.model
     assert all(row.why for row in ledger.saved)
     o_bytes = 2 * tokens.batch // 4 * tokens.len * model.n_q_per_kv * model.n_kv // 2 * model.d_head
     heads = model.n_q_per_kv * model.n_kv // 2
@@ -80,17 +67,17 @@ def test_what_the_kernel_keeps_is_said(name, ledgers, config):
         assert any(array(row) in line and "save_for_backward" in line for line in text.splitlines())
     bare = [
         {dataclasses.replace(row, line=""): times for row, times in costs.collectives.items()}
-        for costs in (ledger.costs, ledgers["einsum"].costs)
+        for costs in (ledger.costs, ledger_with("einsum").costs)
     ]
     assert bare[0] == bare[1]
 
 
 @pytest.mark.parametrize("name", ["blockwise", "splash"])
-def test_the_forecast_has_no_scores(name, ledgers, config):
+def test_the_forecast_has_no_scores(name):
     """Some of the einsum's values have the length in two dims; none of these kernels' values has."""
-    length = config.training.tokens.len
+    length = CONFIG.training.tokens.len
     scores = {
-        attention: [value.shape for value in ledgers[attention].memory.largest if value.shape.count(length) > 1]
+        attention: [value.shape for value in ledger_with(attention).memory.largest if value.shape.count(length) > 1]
         for attention in ("einsum", name)
     }
     assert scores["einsum"] and not scores[name]

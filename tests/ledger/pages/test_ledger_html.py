@@ -28,6 +28,7 @@ cases = pytest.mark.parametrize("name, overrides", CASES)
 MACHINES = {
     "unknown": None, "h200": named("h200"), "tpu_v5e": named("tpu_v5e"),
     "no links": Hardware(312e12, 80 * 2**30, 1935e9), "no figures": Hardware(None, None, None),
+    "too small": dataclasses.replace(named("h200"), hbm_bytes=10**8),
 }  # fmt: skip
 
 
@@ -85,7 +86,8 @@ def by_line(ledger):
 
 @cases
 def test_a_page(name, overrides):
-    """The page is well-formed and small, has each id once, and each link leads to one of them."""
+    """The page is well-formed and small, has each id once, and each link leads to one of them; the first screen shows
+    the ledger's four totals."""
     ledger = ledger_of(name, *overrides)
     text = page(ledger)
     parser = Parser(text)
@@ -96,18 +98,9 @@ def test_a_page(name, overrides):
     assert "How long a step takes is not said: the hardware is not known." in text and "n/a" not in text
     assert f"{ledger.parameters:,} parameters" in text and f"{ledger.tokens:,} (" in text
     assert f"d={ledger.mesh['d']}" in text and "What a training step costs" in text
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_nothing_is_loaded(machine):
-    """No attribute, style or script of the page names an address; it has no frame, image, font or request."""
-    ledger = ledger_of("c4_a100x8_1b")
-    text = page(ledger, MACHINES[machine] and roofline(ledger, MACHINES[machine], 8))
-    parser = Parser(text)
-    assert not {tag for tag, _, _ in parser.attributes} & {"link", "img", "iframe", "object", "embed", "base", "form"}
-    assert not {name for _, name, _ in parser.attributes} & {"src", "srcset", "action", "data", "xlink:href"}
-    code = "".join(re.findall(r"<style>.*?</style>|<script>.*?</script>", text, re.DOTALL))
-    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch|XMLHttp|WebSocket|import\(|@font-face", code)
+    kept = sum(row.bytes * row.times for row in ledger.saved)
+    sizes = [shown(value, "B") for value in (ledger.sent_bytes(), kept, ledger.memory.bytes)]
+    assert re.findall(r'<b class="big">(.*?)</b>', text) == [shown(ledger.costs.flops(), "FLOP"), *sizes]
 
 
 @cases
@@ -150,17 +143,6 @@ def test_what_is_sent_and_kept():
             assert sum(row[-2] for row in table.rows) == sums[line, columns[caption]]
 
 
-def test_the_totals():
-    """The first screen shows the ledger's four totals."""
-    ledger = ledger_of("c4_a100x8_1b", "mesh.d=32", "mesh.t=8")
-    big = re.findall(r'<b class="big">(.*?)</b>', page(ledger))
-    kept = sum(row.bytes * row.times for row in ledger.saved)
-    assert big == [
-        shown(ledger.costs.flops(), "FLOP"),
-        *(shown(value, "B") for value in (ledger.sent_bytes(), kept, ledger.memory.bytes)),
-    ]
-
-
 def test_the_source_is_text():
     """Every line of the file stands in the page; tags in it, and the end of a script, are text there."""
     ledger = ledger_of("local_test_synthetic")
@@ -189,12 +171,12 @@ def test_coloured_source():
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_roofline(machine):
-    """Its times, its bound and its figures; what is not known is n/a."""
+def test_the_page_for_a_machine(machine):
+    """Its times, its bound and its figures; what is not known is n/a. It says so if the step does not fit. No
+    attribute, style or script of the page names an address; it has no frame, image, font or request."""
     ledger = ledger_of("c4_a100x8_1b", "mesh.d=32", "mesh.t=8")
     estimate = MACHINES[machine] and roofline(ledger, MACHINES[machine], 8)
     text = page(ledger, estimate)
-    Parser(text)
     assert ("<svg" in text) == (machine not in ("unknown", "no figures"))
     if machine in ("no links", "no figures"):
         assert "n/a" in text and "How long a step takes on this hardware is not said" in text
@@ -204,13 +186,13 @@ def test_the_roofline(machine):
     if machine == "h200":
         assert text.count('class="point ') == 6 and "On NVIDIA H200 " in text
         assert "over d: 50.0\N{NO-BREAK SPACE}GB/s" in text
+    assert ("<b>It will not fit.</b>" in text) == (machine == "too small")
 
-
-def test_what_does_not_fit():
-    """The page says so for a device with less memory than the forecast."""
-    ledger = ledger_of("c4_a100x8_1b")
-    for machine, fits in ((named("h200"), True), (dataclasses.replace(named("h200"), hbm_bytes=8 * 10**9), False)):
-        assert ("<b>It will not fit.</b>" in page(ledger, roofline(ledger, machine, 8))) is not fits
+    parser = Parser(text)
+    assert not {tag for tag, _, _ in parser.attributes} & {"link", "img", "iframe", "object", "embed", "base", "form"}
+    assert not {name for _, name, _ in parser.attributes} & {"src", "srcset", "action", "data", "xlink:href"}
+    code = "".join(re.findall(r"<style>.*?</style>|<script>.*?</script>", text, re.DOTALL))
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch|XMLHttp|WebSocket|import\(|@font-face", code)
 
 
 @pytest.mark.parametrize("kind, values", [
