@@ -94,5 +94,5 @@ def refusal(function, mesh=MESHES[0], sizes=SIZES) -> str:
 def refused(function, mesh=MESHES[0], sizes=SIZES) -> str:
     """The text of a refusal that has a line of the program, or of what it calls in its test."""
     text = refusal(function, mesh, sizes)
-    assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", text), (mesh, text)
+    assert re.search(r"(/program/\d+|/tests/\w+)\.py:\d+", text), (mesh, text)
     return text

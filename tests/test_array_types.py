@@ -5,40 +5,33 @@ import functools
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
-import pytest
+from parts import assert_refuses
 
 from kernels import blockwise
 from models import context, decoding, experts
 from runtime.data import order
 from tools.whole_rows import Sequences
 
+refused = functools.partial(assert_refuses, "", error=jaxtyping.TypeCheckError)
+
 
 def test_array_types_are_checked():
     """Arguments, results, and dims that two of them share; also the fields of a dataclass."""
     ids, lengths = np.zeros(3, np.uint32), np.array([3])
-    with pytest.raises(jaxtyping.TypeCheckError):
-        order.permute(np.zeros(3, np.int32), 3, (0,))
+    refused(order.permute, np.zeros(3, np.int32), 3, (0,))
     mixture = order.MixtureOrder([1.0])
     mixture._rank = mixture._rank.astype(np.float64)
-    with pytest.raises(jaxtyping.TypeCheckError):
-        mixture.at(np.array([0]))
+    refused(mixture.at, np.array([0]))
     Sequences(ids, lengths, np.ones(3, bool))
-    with pytest.raises(jaxtyping.TypeCheckError):
-        Sequences(ids, lengths, np.ones(2, bool))
+    refused(Sequences, ids, lengths, np.ones(2, bool))
 
 
 def test_a_kernels_operands_are_checked():
     """Keys of another batch than the queries, and segments of another type."""
-    q, k, segment = (
-        np.zeros((2, 8, 1, 2, 4), np.float32),
-        np.zeros((2, 8, 2, 4), np.float32),
-        np.zeros((2, 8), np.int32),
-    )
-    q, k, segment = map(jnp.asarray, (q, k, segment))
+    q, k, segment = jnp.zeros((2, 8, 1, 2, 4)), jnp.zeros((2, 8, 2, 4)), jnp.zeros((2, 8), jnp.int32)
     blockwise.forward(q, k, k, segment)
     for wrong in (q, k[:1], k, segment), (q, k, k, segment > 0):
-        with pytest.raises(jaxtyping.TypeCheckError):
-            blockwise.forward(*wrong)
+        refused(blockwise.forward, *wrong)
 
 
 def test_what_decoding_hands_over_is_checked():
@@ -47,13 +40,11 @@ def test_what_decoding_hands_over_is_checked():
     beams = decoding.Beams(2, 4, 1.0, np.array([7], np.uint32))
     values, ids = np.zeros((2, 6), np.float32), np.zeros((2, 6), np.int32)
     beams.advance(values, ids)
-    with pytest.raises(jaxtyping.TypeCheckError):
-        beams.advance(values, ids[:1])
+    refused(beams.advance, values, ids[:1])
     old, new, length = jnp.zeros((1, 2, 3, 8, 4)), jnp.zeros((1, 2, 5, 3, 4)), jnp.zeros(2, jnp.int32)
     assert decoding.write(old, new, length).shape == old.shape
     for wrong in (old, new[:, :1], length), (old, new, length[:1]), (old, new, length > 0):
-        with pytest.raises(jaxtyping.TypeCheckError):
-            decoding.write(*wrong)
+        refused(decoding.write, *wrong)
 
 
 def test_what_experts_take_and_give_is_checked():
@@ -78,8 +69,7 @@ def test_what_experts_take_and_give_is_checked():
         lambda: every(x, weight[:, :1], slot, numbers, matrix, matrix, matrix),
         lambda: every(x, weight, slot, weight, matrix, matrix, matrix),
     ):
-        with pytest.raises(jaxtyping.TypeCheckError):
-            wrong()
+        refused(wrong)
 
 
 def test_what_attention_of_a_part_takes_and_gives_is_checked():
@@ -93,10 +83,9 @@ def test_what_attention_of_a_part_takes_and_gives_is_checked():
     for function, more in (context.forward, ()), (context.by_blocks, ()), (context.backward, (q, result[1], q)):
         function(None, *right, *more)
         for operands in wrong:
-            with pytest.raises(jaxtyping.TypeCheckError, match=f"models.context.{function.__name__}"):
-                function(None, *operands, *more)
-    with pytest.raises(jaxtyping.TypeCheckError):
-        context.backward(None, *right, q, result[1], window)
+            assert_refuses(
+                f"models.context.{function.__name__}", function, None, *operands, *more, error=jaxtyping.TypeCheckError
+            )
+    refused(context.backward, None, *right, q, result[1], window)
     assert context.Context(2, "ring").in_order(segment).shape == segment.shape
-    with pytest.raises(jaxtyping.TypeCheckError):
-        context.Context(2, "ring").in_order([0, 1, 2, 3])
+    refused(context.Context(2, "ring").in_order, [0, 1, 2, 3])

@@ -208,20 +208,14 @@ def as_train(config):
 
 def steps_of_train(config, tree, batch, steps):
     """The losses of train.py, and its last weights."""
-    config = as_train(config)
+    config, losses = as_train(config), []
     train.shapes(config)
     with on(config.mesh):
-        step, _ = train.mapped_steps(config, 0)
-        weights = train.Weights(**{**tree, 'transformer': train.Layer(**tree['transformer'])})
-        zeros = jax.tree.map(np.zeros_like, weights)
-        state = jax.device_put(train.State(weights, zeros, zeros), make_shardings(train.State))
-        arrays = batch.targets.astype(np.uint32), batch.is_seq_start, batch.is_target
-        placed, losses = jax.device_put(train.TokenBatch(*arrays), make_shardings(train.TokenBatch)), []
-        compiled = jax.jit(step)
+        state, placed = small.state_of(tree), small.batch_of(batch)
         for number in range(steps):
-            state, metrics = compiled(state, np.uint32(0), np.uint32(number), placed)
+            state, metrics = small.step(config.model, config.training, state, placed, number)
             losses.append(float(metrics.loss))
-        return losses, jax.tree.map(np.asarray, state.weights)
+    return losses, state.weights
 
 
 def beside_train(mesh, **changes):

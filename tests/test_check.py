@@ -1,8 +1,7 @@
-"""The check: what it knows after a reshape, its own traces, kinds of mesh. Programs that it refuses stand in
-test_refused.py, programs that it accepts in right_programs.py."""
+"""The check: its own traces, kinds of mesh. Programs that it refuses stand in test_refused.py, programs that it accepts
+in right_programs.py."""
 
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,58 +13,9 @@ from jax.sharding import AxisType, Mesh
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.places import is_users
-from shardlib.proof.parts import Parts
-from shardlib.proof.rules import Equation, apply
-from shardlib.proof.states import State
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import f32, make_shardings
 from shardlib.spec import ShardingError
-
-
-def test_reshape_tracking():
-    """What splits the dims after a reshape: the major dim of a run is the split one, before and after. Of one element a
-    device, 'p/p', it is the dim that stands behind as many elements, or it is dropped."""
-    parts = Parts(dict(d=1, t=1, p=1))
-
-    def after(before, shape):
-        """Dims are sizes, or (size of the whole, its axes); of one element a device (1, ('p',))."""
-        rows = tuple(dim[1] if isinstance(dim, tuple) else () for dim in before)
-        sizes = [
-            [dim if isinstance(dim, int) else parts.size(*dim) if dim[0] > 1 else 1 for dim in dims]
-            for dims in (before, shape)
-        ]
-        given, made = ([SimpleNamespace(aval=SimpleNamespace(shape=tuple(dims)))] for dims in sizes)
-        eqn = SimpleNamespace(
-            primitive=SimpleNamespace(name="reshape"), params=dict(dimensions=None), invars=given, outvars=made
-        )
-        axes = frozenset(axis for row in rows for axis in row)
-        (state,) = apply(Equation(eqn, [State(rows, split=axes)], parts))
-        return state.dims, state.without_dim
-
-    d, t, p = ('d',), ('t',), ('p',)
-    for before, shape, dims, alone in [
-        (((4, d), 6), ((24, d),), (d,), ""),
-        (((4, d), 6), ((2, d), 2, 6), (d, (), ()), ""),
-        (((4, d), 6), ((4, d), 2, 3), (d, (), ()), ""),
-        (((4, d), (6, t)), ((4, d), (2, t), 3), (d, t, ()), ""),
-        (((4, d), 6), (1, (4, d), 6), ((), d, ()), ""),
-        (((4, d), 6), ((4, d), 1, 6, 1), (d, (), (), ()), ""),
-        (((1, p), 6), (1, 1, 6), (p, (), ()), ""),
-        (((1, p), 6), (6,), ((),), "p"),
-        (((1, p), 6), (1, 2, 3), (p, (), ()), ""),
-        ((2, (1, p), 3), (6,), ((),), "p"),
-        ((2, (1, p), 3), (2, 1, 3), ((), p, ()), ""),
-        ((1, (1, p), 3), (1, 1, 3), ((), p, ()), ""),
-        ((6,), (1, 6, 1), ((), (), ()), ""),
-    ]:
-        assert after(before, shape) == (dims, frozenset(alone)), (before, shape)
-    for before, shape, text in [
-        ((4, (6, d)), ((24, d),), "'reshape' merges into .* split over d"),
-        (((24, d),), (4, (6, d)), "'reshape' makes a minor dim .* split over d"),
-        (((4, d), 6), (6, (4, d)), "'reshape' makes a minor dim .* split over d"),
-    ]:
-        with pytest.raises(ShardingError, match=text):
-            after(before, shape)
 
 
 # -- Traces ------------------------------------------------------------------------------------------------------------

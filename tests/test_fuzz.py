@@ -5,6 +5,7 @@ outside of the run's folder. The cases are drawn by hypothesis, the same ones ea
 """
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -78,6 +79,11 @@ def attempt(action):
         except SystemExit as stop:
             assert stop.code == 1
             return None
+
+
+def ran(module, config, *arguments):
+    """Whether a tool has run with these arguments; None where it refuses."""
+    return attempt(lambda: module.main(load(config, None, list(map(str, arguments)))) or True)
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -189,11 +195,8 @@ def test_overrides(times):
         if config is not None:
             attempt(lambda: train.shapes(config))
 
-    fuzz(
-        check,
-        60 * times,
-        st.lists(st.tuples(st.sampled_from(["", "+", "++", "~"]), NAMES, TEXTS), min_size=1, max_size=3),
-    )
+    keys = st.tuples(st.sampled_from(["", "+", "++", "~"]), NAMES, TEXTS)
+    fuzz(check, 60 * times, st.lists(keys, min_size=1, max_size=3))
 
 
 @TIMES
@@ -215,9 +218,6 @@ def test_yaml_files(times, tmp_path, monkeypatch):
     fuzz(check, 40 * times, EDITS, st.dictionaries(st.sampled_from(KEYS) | WORDS, VALUES, max_size=2))
 
 
-# ---------------------------------------------------------------- data sets
-
-
 @TIMES
 def test_data_sets(times, tmp_path):
     """One damaged file of a data set: the batches are those that were written, or there are none."""
@@ -237,14 +237,10 @@ def test_data_sets(times, tmp_path):
         copy = damaged(original, at, edits)
         if (read := attempt(lambda: batches(copy))) is not None:
             np.testing.assert_array_equal(read, expected)
-        arguments = [f"path={copy}", "verify=true"]
-        attempt(lambda: inspect_dataset.main(load(inspect_dataset.InspectDataset, None, arguments)))
+        ran(inspect_dataset, inspect_dataset.InspectDataset, f"path={copy}", "verify=true")
 
     fuzz(check, 40 * times, st.floats(0, 1), EDITS)
     assert digest(original) == before
-
-
-# ---------------------------------------------------------------- checkpoints
 
 
 @TIMES
@@ -273,9 +269,6 @@ def test_checkpoints(times, tmp_path):
     assert digest(original) == before
 
 
-# ---------------------------------------------------------------- metrics
-
-
 @TIMES
 def test_metrics(times, tmp_path):
     """Damaged files of a run: its page and its comparison are written or refused."""
@@ -294,23 +287,14 @@ def test_metrics(times, tmp_path):
         run = attempt(lambda: read_run(copy))
         if run is not None:
             assert "<script>alert" not in (attempt(lambda: report_page(run)) or "")
-        attempt(
-            lambda: compare.main(
-                load(compare.Compare, None, [str(original), str(copy), f"output={tmp_path}/page.html"])
-            )
-        )
+        ran(compare, compare.Compare, original, copy, f"output={tmp_path}/page.html")
 
     fuzz(check, 40 * times, st.floats(0, 1), EDITS)
-
-
-# ---------------------------------------------------------------- texts
 
 
 @TIMES
 def test_texts(times, tmp_path):
     """Damaged text, jsonl and gzip files: tokenized, or refused."""
-    import gzip
-
     lines = "".join(json.dumps({"text": f"the {n}th line ü", "n": n}) + "\n" for n in range(40)).encode()
     contents = {"a.jsonl": lines, "b.txt": lines, "c.jsonl.gz": gzip.compress(lines, mtime=0)}
 
@@ -320,7 +304,7 @@ def test_texts(times, tmp_path):
         (tmp_path / "in").mkdir()
         (tmp_path / "in" / name).write_bytes(edited(contents[name], edits))
         overrides = [f"input={tmp_path}/in/*", f"output={tmp_path}/out.zarr", "processes=1", "validation_fraction=0.3"]
-        attempt(lambda: tokenize_text.main(load(tokenize_text.TokenizeText, None, overrides)))
+        ran(tokenize_text, tokenize_text.TokenizeText, *overrides)
 
     fuzz(check, 20 * times, st.sampled_from(sorted(contents)), EDITS)
 
@@ -354,9 +338,6 @@ def test_published_models(name, times, tmp_path):
         save_file({key: tensors[key] for key in part}, original / f"part{number}.safetensors")
     before = digest(original)
 
-    def convert_it(*arguments):
-        attempt(lambda: convert.main(load(convert.Convert, None, [str(argument) for argument in arguments])))
-
     def check(what, other, header, edits):
         folder, to, out = tmp_path / "damaged", tmp_path / "in", tmp_path / "out"
         for path in (folder, to, out):
@@ -369,21 +350,18 @@ def test_published_models(name, times, tmp_path):
             (folder / "model.safetensors.index.json").write_bytes(edited(content, edits))
         for part in parts if what != "index" else []:
             part.unlink()
-        if what == "header":
-            whole.write_bytes(with_header(whole.read_bytes(), edits))
-        elif what == "start":
-            whole.write_bytes(header)
-        elif what == "file":
-            whole.write_bytes(edited(whole.read_bytes(), edits))
+        if what in ("header", "start", "file"):
+            content = whole.read_bytes()
+            whole.write_bytes(dict(header=with_header(content, edits), start=header, file=edited(content, edits))[what])
         elif what == "config":
             (folder / "config.json").write_bytes(edited((folder / "config.json").read_bytes(), edits))
         elif what == "family":
             shutil.copy(GOLDEN / other / "config.json", folder)
-        convert_it(folder, to)
+        ran(convert, convert.Convert, folder, to)
         assert not list(tmp_path.glob("*.partial"))
         if not to.exists():
             return
-        convert_it(to, out)
+        ran(convert, convert.Convert, to, out)
         files = [folder / file for file in set(index.values())] if what == "index" else [whole]
         found = {key: value for file in files for key, value in load_file(file).items()}
         written = load_file(out / "model.safetensors")
@@ -403,8 +381,7 @@ def test_folders_that_are_no_model(place, tmp_path):
     alone.mkdir(parents=True)
     shutil.copy(GOLDEN / "llama/config.json", alone)
     for folder in (empty, alone, alone / "config.json", DATA, tmp_path / "nowhere", tmp_path / ("a" * 300)):
-        arguments = [f"from={folder}", f"to={tmp_path / 'to'}"]
-        assert attempt(lambda: convert.main(load(convert.Convert, None, arguments)) or True) is None  # noqa: B023
+        assert ran(convert, convert.Convert, f"from={folder}", f"to={tmp_path / 'to'}") is None
         assert not (tmp_path / "to").exists()
 
 
@@ -418,8 +395,7 @@ def test_gguf_files(times, tmp_path):
     def check(edits):
         shutil.rmtree(to, ignore_errors=True)
         (tmp_path / "damaged.gguf").write_bytes(edited(original, edits))
-        arguments = [f"from={tmp_path / 'damaged.gguf'}", f"to={to}"]
-        done = attempt(lambda: convert.main(load(convert.Convert, None, arguments)) or True)
+        done = ran(convert, convert.Convert, f"from={tmp_path / 'damaged.gguf'}", f"to={to}")
         assert to.exists() == bool(done) and not list(tmp_path.glob("*.partial"))
 
     fuzz(check, 8 * times, EDITS)

@@ -20,7 +20,7 @@ One verdict holds | B/d | x if x.shape[0] > 4 else -x | must not depend on … a
 has the layout of its annotation | M -> M/t | x | 'M/t' says M/t … whole in the value: write M
 of an operation that of its string | M | shardops.all_gather('Z/d -> Z', x) | 'Z/d' says Z/d … whole in the value
 An operation under `jax.vmap` | B M/d | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
-    | an operation … under jax.vmap
+    | an operation … annotation under jax.vmap … fix: write the dim in the string
 put through any linear function | B/d M/t -> B/d
     | shardops.psum('B/d +t -> B/d', 2 * forgotten(x) + forgotten(-x)) | accepted
 `silu` of it is an error | B/d M/t -> B/d | jax.nn.silu(forgotten(x))
@@ -31,13 +31,15 @@ Only an operation with a string reduces | B/d M | x - jnp.max(x, axis=0)[None]
     | 'max' (reduce_max) reduces … split over d
 reduces, indexes | B/d M | x - x[0][None] | changes the length … split over d
 reduces, indexes, sorts | B/d M | jnp.sort(x, axis=0) | 'sort' runs along … split over d
-reduces, indexes, sorts, shifts | M/d | jnp.roll(x, 1) | split over d
-reduces, indexes, sorts, shifts or loops over a split dim | L/d M | lax.map(jnp.tanh, x) | a scan over … split over d
+reduces, indexes, sorts, shifts | M/d | jnp.roll(x, 1)
+    | changes the length … split over d
+reduces, indexes, sorts, shifts or loops over a split dim | L/d M | lax.map(jnp.tanh, x)
+    | a scan over … split over d … fix: all_gather it first, scan another dim
 A `lax` collective | M/d | lax.pmean(x, 'd') | over d outside of shardops
 A `lax` collective, `lax.axis_index` | M/d | x * lax.axis_index('d') | over d outside of shardops
 an operation that the check does not know | M/d
     | jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    | 'pure_callback': what it does cannot be seen
+    | 'pure_callback': what it does cannot be seen fix: call it through shardops.local
 transfer that not all devices reach | M | lax.cond(at('d') > 0, hop, lambda x: x, x) | some devices would wait for ever
 depends on what differs between them, also in a gradient | M | lax.cond(at('d') > 0, pulled, lambda x: x, x)
     | under a branch that depends on what differs there
@@ -46,15 +48,15 @@ a gradient has the type of the table | M, B/d M -> M | shardops.grad(lambda w: s
     | still a sum over d
 `jax.grad`, `jax.vjp` and | M | jax.grad(lambda y: jnp.sum(y))(x) | a jax.grad, vjp, jvp or linear_transpose
 `jax.vjp` and `jax.jvp` are errors | M | jax.jvp(jnp.sin, (x,), (x,))[1] | may stand in shardops.local alone
-the gradient of a constant zero | M, B/d M -> M | reduced(lambda z: squares(y + z[None]), jnp.zeros(64))
+the gradient of a literal zero | M, B/d M -> M | reduced(lambda z: squares(y + z[None]), jnp.zeros(64))
     | a constant zero … is differentiated
-`shardops.zeros` has a type | M, B/d M -> M | x + reduced(lambda z: squares(y + z[None]), shardops.zeros('M', f32))
+`shardops.zeros` has one | M, B/d M -> M | x + reduced(lambda z: squares(y + z[None]), shardops.zeros('M', f32))
     | accepted
 `jax.custom_jvp` send nothing | M/d -> M | own_vjp(lambda x: shardops.all_gather('M/d -> M', x), lambda _, g: (g,))(x)
     | a transfer over d inside a jax.custom_vjp
 A forward rule computes the function's value | M | own_rule(jnp.sin, lambda x: (jnp.cos(x), x), lambda r, g: (g,))(x)
     | forward rule of a jax.custom_vjp has another value
-a backward rule has the dual types | M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x)
+in a backward rule's types *same* and *pending* change places | M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x)
     | 'add' … pending over d and one that is not
 is linear in its tangents | M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x)
     | rule of a jax.custom_jvp is not linear
@@ -75,15 +77,15 @@ the length of a dim that counts devices | M
     | x * shardops.all_gather('d/d -> d', shardops.index('d')).shape[0] | accepted
 `index`, the length | M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('d/d -> +d',
     shardops.index('d').astype(jnp.float32))) | accepted
-such as a sum over that dim | M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d',
+What a program computes with these numbers | M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d',
     shardops.zeros('d/d M', f32) + x[None])) | accepted
-is proved for these numbers only | M | x if int(shardops.axis_size('d')) > 1 else forgotten(x)
+is proved for this mesh only | M | x if int(shardops.axis_size('d')) > 1 else forgotten(x)
     | accepted
 **What a size is** | M/d | x if isinstance(x.shape[0], int) else 2 * x | accepted
 `f"{x.shape}"` | M/d | x * len(f'{x.shape}') | accepted
 `str(axis_size)` | M | x * float(str(shardops.axis_size('d'))) | accepted
 **Branches of Python** | M | x if jax.default_backend() == 'cpu' else forgotten(x) | accepted
-also by a caught error | M | x * attempt(lambda: lax.axis_size('d')) | accepted
+also by a caught error | M | x * caught(lambda: lax.axis_size('d')) | accepted
 *when* a device does something | d/d M | shardops.ppermute('d/d M -> d/d M', x, 0) | accepted
 A ring with a turn too few | d/d M | shardops.ppermute('d/d M -> d/d M', x, 2) | accepted
 which rows are in a part depends on the mesh | B/d -> 2 R/d | shardops.regroup('B/d -> 2 R/d', x) | accepted

@@ -258,6 +258,7 @@ def many(*x: f32['M']) -> f32['M']:
     return x[0]
 
 
+TWO_SPLIT = "B/d M, M/d/t", "x"
 # A function, or types and an expression as in tests/prove.py; the arguments; what is said.
 CALLS = [
     (no_result, (W,), "needs a return annotation on no_result"),
@@ -267,20 +268,12 @@ CALLS = [
     (("M/x", "x"), (W,), "mesh axis x, but the mesh has d, t … argument x of program: f32['M/x'], value float32[16]"),
     (("M +t -> M", "x"), (W,), "'M +t' is pending over t … outside of shard_map … argument x of program"),
     (("M -> M +t", "x"), (W,), "outside of shard_map in the result of program, mesh d=4 × t=2 at "),
-    (
-        ("B/d M, M/d/t", "x"),
-        (X[:6], W),
-        "size 6 … d=4 cannot divide … x of program: f32['B/d M'], value float32[6,",
-    ),
-    (("B/d M, M/d/t", "x"), (X[:, :12], W[:12]), "dim M has size 12 … d=4 × t=2 cannot divide"),
-    (("B/d M, M/d/t", "x"), (X, W[:8]), "dim M/d/t of … is 8, but M is 16 in 'B/d M' … argument y of"),
-    (("B/d M, M/d/t", "x"), (X[0], W), "'B/d M' has 2 dims, the value has 1 … argument x of program"),
-    (("B/d M, M/d/t", "x"), (X.astype(np.int32), W), "the element type is int32 … argument x of program"),
-    (
-        ("B/d M, M/d/t", "x"),
-        (X, 3.0),
-        "an array, got float … argument y of program: f32['M/d/t'], value float",
-    ),
+    (TWO_SPLIT, (X[:6], W), "size 6 … d=4 cannot divide … x of program: f32['B/d M'], value float32[6,"),
+    (TWO_SPLIT, (X[:, :12], W[:12]), "dim M has size 12 … d=4 × t=2 cannot divide"),
+    (TWO_SPLIT, (X, W[:8]), "dim M/d/t of … is 8, but M is 16 in 'B/d M' … argument y of"),
+    (TWO_SPLIT, (X[0], W), "'B/d M' has 2 dims, the value has 1 … argument x of program"),
+    (TWO_SPLIT, (X.astype(np.int32), W), "the element type is int32 … argument x of program"),
+    (TWO_SPLIT, (X, 3.0), "an array, got float … argument y of program: f32['M/d/t'], value float"),
     (("Layer -> ''", "shardops.zeros('', f32)"), (W,), "expected Layer, got ndarray … argument x of program at "),
     (("M -> Two", "x"), (W,), "expected a tuple, got "),
     (("M", "x.astype(jnp.bfloat16)"), (W,), "the element type is bfloat16 … the result of program ("),
