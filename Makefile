@@ -48,8 +48,7 @@ test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal -rs
 
 test-model: $(VENV)/tests  ## the step against its reference; within two minutes
-	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py \
-	  -m "not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest tests/test_model.py tests/test_step.py -m "not slow" -n 2 --dist worksteal
 
 NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py tests/test_typed.py \
   tests/test_shardtypes.py tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py \

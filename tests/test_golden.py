@@ -9,7 +9,7 @@ import jax
 import pytest
 import small
 from renew_golden import FOLDER, NAME, RUN
-from several_hosts import where
+from several_hosts import logged, where
 
 from runtime.tracking.recorded import read_run
 from tests.runtime.tracking.test_trackers import tensorboard_curves
@@ -52,15 +52,10 @@ def test_a_run_leaves_its_report(folder):
 
 def test_a_tracker_that_is_asked_for_has_the_run(folder):
     """TensorBoard's files have the last step's loss, bit for bit that of metrics.jsonl, and the validation's."""
-    shown = tensorboard_curves(folder)
-    logged = {
-        (line["step"], name): line[name]
-        for line in read_run(folder).lines
-        for name in ("loss", "validation_loss")
-        if name in line
-    }
-    assert {key: value for key, value in shown.items() if key[1] in ("loss", "validation_loss")} == logged
-    assert (10, "validation_loss") in logged
+    names, shown = ("loss", "validation_loss"), tensorboard_curves(folder)
+    written = {(step, name): value for name in names for step, value in logged(folder, name).items()}
+    assert {key: value for key, value in shown.items() if key[1] in names} == written
+    assert (10, "validation_loss") in written
 
 
 def test_metrics_are_those_that_are_documented(folder):

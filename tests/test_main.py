@@ -112,30 +112,13 @@ def test_bad_input_is_one_message_and_no_traceback(overrides, message, monkeypat
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_only_says_what_was_proved(monkeypatch, capsys):
-    """check_only=true proves both steps on a mesh for which there are no devices, and ends with status 0."""
-    assert start(monkeypatch, "check_only=true", "mesh.d=8", "mesh.t=4") == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"training_step on the mesh d=8 × t=4: \d{3} claims proved in", printed)
-    assert re.search(r"validation_step on the mesh d=8 × t=4: \d{3} claims proved in", printed)
-    assert "Not proved" in printed
-
-
-@pytest.fixture
-def forgotten_reduction(monkeypatch):
-    """A program whose layers do not add up the terms of their products."""
-    right = train.shardops.psum_scatter
-
-    def forgotten(spec, x):
-        return x if spec == 'B/d L M +t -> B/d L M/t' else right(spec, x)
-
-    monkeypatch.setattr(train.shardops, "psum_scatter", forgotten)
-
-
-def test_a_wrong_program_is_refused(forgotten_reduction, monkeypatch, capsys, tmp_path):
-    """A run, and check_only, of a program with a forgotten reduction ends with status 1 and a message that names the
-    line; no traceback."""
-    where = f"paths.root_working_dir={tmp_path}"
+def test_a_wrong_program_is_refused(monkeypatch, capsys, tmp_path):
+    """A run, and check_only, of a program whose layers do not add up the terms of their products ends with status 1 and
+    a message that names the line; no traceback."""
+    right, where = train.shardops.psum_scatter, f"paths.root_working_dir={tmp_path}"
+    monkeypatch.setattr(
+        train.shardops, "psum_scatter", lambda spec, x: x if spec == 'B/d L M +t -> B/d L M/t' else right(spec, x)
+    )
     for keys, message in [
         (["check_only=true"], "error: training_step is refused on"),
         ([where], "error: 'B/d L M/t' says M/t"),

@@ -1,7 +1,12 @@
-"""What the model must not see, and what a step must do: against the reference, and against itself."""
+"""What the model must not see, and what a step must do: against the reference, and against itself; and the reference.
+
+That the model is right, in both: train.py has the bits of models/llama.py (test_train_any.py), which has the logits,
+loss and gradients of transformers (models/test_golden_models.py).
+"""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +16,7 @@ import reference
 import small
 
 import train
+from ledger.count.program import read
 from shardlib.proof.jaxprs import scan_counts
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import make_shardings
@@ -23,26 +29,16 @@ def weights():
     return reference.random_weights(small.MODEL, seed=0)
 
 
-def moved_logits(weights, mesh, change):
-    """bool[B, L]: where the logits move when `change` is applied to a batch."""
-    batch = dataclasses.replace(small.BATCH, targets=small.BATCH.targets.copy())
-    with small.on_mesh(*mesh):
-        before = small.hidden_and_logits(small.MODEL, weights, batch)
-        change(batch)
-        after = small.hidden_and_logits(small.MODEL, weights, batch)
-    return np.any(before != after, axis=-1)
-
-
 @pytest.mark.parametrize("mesh", [*small.slow((1, 1)), (4, 2)], ids=["1x1", "4x2"])
 def test_no_token_is_seen_from_before_or_from_another_segment(mesh, weights):
     """Changing one token moves the logits of exactly the later positions of its segment: neither the past, nor other
     sequences, nor other rows."""
-    position = 12
-
-    def change(batch):
-        batch.targets[:, position] = (batch.targets[:, position] + 1) % small.MODEL.vocab
-
-    moved = moved_logits(weights, mesh, change)
+    position, changed = 12, small.BATCH.targets.copy()
+    changed[:, position] = (changed[:, position] + 1) % small.MODEL.vocab
+    batches = small.BATCH, dataclasses.replace(small.BATCH, targets=changed)
+    with small.on_mesh(*mesh):
+        before, after = (small.hidden_and_logits(small.MODEL, weights, batch) for batch in batches)
+    moved = np.any(before != after, axis=-1)  # bool[B, L]
     starts = small.BATCH.is_seq_start.copy()
     starts[:, 0] = True
     segment = np.cumsum(starts, axis=1)
@@ -93,22 +89,11 @@ def test_the_unembedding_gradient_adds_up_in_float32(monkeypatch):
         step = typed_shard_map(functools.partial(train.training_step, small.MODEL, small.TRAINING, 0))
         state = small.state_of(reference.random_weights(small.MODEL, seed=0))
         jaxpr = jax.make_jaxpr(step)(state, jnp.uint32(0), jnp.uint32(0), small.batch_of(small.BATCH))
-    carries = []
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "scan":
-                first, carry = scan_counts(eqn.params)
-                carries.extend(v.aval for v in eqn.invars[first : first + carry])
-            for value in eqn.params.values():
-                for inner in value if isinstance(value, (tuple, list)) else (value,):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        visit(inner)
-
-    visit(jaxpr.jaxpr)
-    unembed = [aval.dtype for aval in carries if aval.shape == (small.MODEL.vocab // 2, small.MODEL.d_model)]
-    assert unembed and all(dtype == jnp.float32 for dtype in unembed)
+    scans = (op for op, _ in read(jaxpr).runs() if op.name == "scan")
+    counts = ((op.inputs, *scan_counts(op.params)) for op in scans)
+    carries = [value for inputs, first, carry in counts for value in inputs[first : first + carry]]
+    unembed = [value.dtype for value in carries if value.shape == (small.MODEL.vocab // 2, small.MODEL.d_model)]
+    assert unembed and set(unembed) == {"float32"}
 
 
 def test_adamw_equals_the_reference(weights):
@@ -134,16 +119,6 @@ def test_adamw_equals_the_reference(weights):
             jax.tree.leaves({key: theirs[key] for key in reference.as_dict(mine)}),
         ):
             assert np.linalg.norm(a - b) <= 2e-4 * np.linalg.norm(b)
-
-
-def test_the_learning_rate_is_the_references():
-    """It agrees at every step, with and without warmup, and where warmup ends at the floor; after the last step it
-    stays."""
-    for warmup, last in [(2, 10), (0, 10), (10, 10), (3, 4)]:
-        training = dataclasses.replace(small.TRAINING, warmup_steps=warmup, steps_for_lr=last)
-        for number in range(14):
-            ours = float(train.learning_rate(training, jnp.uint32(number)))
-            assert ours == pytest.approx(reference.learning_rate(number, training), rel=1e-5), (warmup, last, number)
 
 
 def test_a_step_that_is_not_finite_changes_nothing(weights):
@@ -177,3 +152,58 @@ def test_initial_weights_are_the_same_on_every_mesh_and_scaled_by_fan_in():
     ]:  # fmt: skip
         assert leaf.std() == pytest.approx(deviation, rel=0.05)
         assert abs(leaf).max() <= 2.0 / 0.8796 * deviation * 1.001
+
+
+# -- The reference, by hand --------------------------------------------------------------------------------------------
+TINY = dataclasses.replace(small.MODEL, d_model=16, n_kv=2, d_head=4, vocab=24, d_ff=20)
+BY_HAND = dataclasses.replace(small.TRAINING, warmup_steps=4, steps_for_lr=12, learning_rate=0.5, adam_eps=0.5)
+
+
+@pytest.mark.parametrize("warmup, rates", [
+    (4, {0: 0.125, 1: 0.25, 3: 0.5, 4: 0.5, 8: 0.5 * (0.1 + 0.9 / 2), 12: 0.05, 13: 0.05, 1000: 0.05}),
+    (0, {0: 0.5, 6: 0.5 * (0.1 + 0.9 / 2), 12: 0.05}),
+    (12, {0: 0.5 / 12, 11: 0.5, 12: 0.05, 13: 0.05}),  # without a NaN
+])  # fmt: skip
+def test_learning_rate(warmup, rates):
+    """It rises to lr over warmup_steps, falls by half a cosine to a tenth at steps_for_lr, and stays; so does that of
+    train.py."""
+    training = dataclasses.replace(BY_HAND, warmup_steps=warmup)
+    for step, expected in rates.items():
+        assert reference.learning_rate(step, training) == pytest.approx(expected, rel=1e-12), step
+        assert float(train.learning_rate(training, jnp.uint32(step))) == pytest.approx(expected, rel=1e-5), step
+
+
+def test_adamw_by_hand():
+    """Two steps from zero moments decay matrices alone, clip by the norm of all leaves, and correct the bias."""
+    weights = jax.tree.map(np.float64, reference.random_weights(TINY, 0))
+    zeros = jax.tree.map(np.zeros_like, weights)
+    count = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    grads = jax.tree.map(lambda leaf: np.full_like(leaf, 3.0), weights)
+    g = 1 / math.sqrt(count)  # each entry of a gradient of equal entries whose norm is clipped to 1
+    assert reference.global_norm(grads) == pytest.approx(3 * math.sqrt(count))
+
+    new, mu, nu = reference.adamw_update(weights, zeros, zeros, grads, 0, BY_HAND)
+    step = g / (g + 0.5)  # bias correction undoes the averages exactly
+    np.testing.assert_allclose(new["embed"], weights["embed"] - 0.125 * step, rtol=1e-12)
+    np.testing.assert_allclose(new["unembed"], weights["unembed"] - 0.125 * step, rtol=1e-12)
+    for name, old in weights["transformer"].items():
+        decay = 0.0 if name.startswith("ln") else 0.1
+        np.testing.assert_allclose(new["transformer"][name], old - 0.125 * (step + decay * old), rtol=1e-12)
+    np.testing.assert_allclose(mu["final_layer_norm"], 0.1 * g, rtol=1e-12)
+    np.testing.assert_allclose(nu["final_layer_norm"], 0.05 * g**2, rtol=1e-12)
+
+    half = jax.tree.map(lambda leaf: np.full_like(leaf, -g / 2), weights)  # its norm is 1/2: not clipped
+    newer, mu, nu = reference.adamw_update(new, mu, nu, half, 1, BY_HAND)
+    m_hat = (0.9 * 0.1 * g - 0.1 * g / 2) / (1 - 0.9**2)
+    v_hat = (0.95 * 0.05 * g**2 + 0.05 * g**2 / 4) / (1 - 0.95**2)
+    step = m_hat / (math.sqrt(v_hat) + 0.5)
+    np.testing.assert_allclose(newer["embed"], new["embed"] - 0.25 * step, rtol=1e-12)
+
+
+def test_random_batches_hold_what_the_tests_are_about():
+    """Every row has several segments, some rows begin inside one, and some positions are no targets."""
+    batch = reference.random_batch(TINY, 4, 32, 0)
+    assert (batch.is_seq_start[:, 1:].sum(axis=1) >= 1).all()
+    assert batch.is_seq_start[:, 0].tolist() == [True, False, True, False]
+    assert 0.5 < batch.is_target.mean() < 1
+    assert batch.targets.dtype == np.uint32 and batch.targets.max() < TINY.vocab

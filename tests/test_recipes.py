@@ -111,19 +111,27 @@ def test_a_changed_model_is_not_taken_for_a_llama(title, different, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("title", sorted(PAGES))
-def test_what_is_forgotten_is_said(title, tmp_path):
-    """With a diff that is marked `forgotten` the check says what stands below it."""
-    axes, said = MESH_OF_RECIPE.get(title, D_T), None
-    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    for language, body in blocks(PAGES[title].read_text()):
+@pytest.mark.parametrize("title", sorted(RECIPES.keys() - MESH_OF_RECIPE.keys()))
+def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path):
+    """The check accepts what a page says; with its diffs that are marked `forgotten` it says what stands below them."""
+    mesh = jax.sharding.AbstractMesh(tuple(D_T.values()), tuple(D_T))
+
+    def check(text):
+        step, given = small.steps_of(module_of(tmp_path / "train.py", text))[0]
+        return typed_shard_map(step).check(mesh, *given)
+
+    text = forgotten = recipe(title, tmp_path / "recipe")
+    assert check(text) > 100
+    for language, body in RECIPES[title]:
         if language == "diff forgotten":
-            module = module_of(tmp_path / "train.py", changed(recipe(title, tmp_path), body))
+            forgotten = changed(forgotten, body)
+        elif language == "" and forgotten != text:
             with pytest.raises(ShardingError) as error:
-                typed_shard_map(small.steps_of(module)[0][0]).check(mesh, *small.steps_of(module)[0][1])
-            said = without_folders(str(error.value))
-        elif language == "":
-            assert said == without_folders(body)
+                check(forgotten)
+            expected = body.removeprefix("training_step is refused on the mesh d=4 × t=2:\n")
+            assert without_folders(str(error.value)) == without_folders(expected)
+            forgotten = text
+    assert forgotten == text
 
 
 # -- A family ----------------------------------------------------------------------------------------------------------
@@ -207,8 +215,7 @@ def test_a_family_is_trained_everywhere(granite, tmp_path):
     last = []
     for number, mesh in enumerate(("{d: 1, t: 1}", "{d: 1, r: 2, c: 2, t: 2}", "{p: 2, d: 2, t: 2}")):
         program("train_any", *keys, f"mesh={mesh}", f"paths.model_name=granite{number}")
-        lines = map(json.loads, (tmp_path / f"runs/granite{number}/metrics.jsonl").read_text().splitlines())
-        last.append([line["loss"] for line in lines if "loss" in line])
+        last.append(hosts.logged(tmp_path / f"runs/granite{number}", "loss"))
     assert last[1] == pytest.approx(last[0], rel=1e-5) and last[2] == pytest.approx(last[0], rel=1e-5)
     program("tools.convert", "from=runs/granite2", "to=published")
     assert json.loads((tmp_path / "published/config.json").read_text())["residual_multiplier"] == 0.5

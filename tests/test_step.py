@@ -1,7 +1,6 @@
 """The training step equals a plain, unsharded reference, on every mesh."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,9 @@ import numpy as np
 import pytest
 import reference
 import small
+from scipy.special import log_softmax
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/test_mutation.py does
-MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,9 @@ def weights():
 
 @pytest.fixture(scope="module")
 def truth(weights):
-    return reference.loss_and_grad(weights, small.BATCH, small.MODEL)
+    loss, gradient = reference.loss_and_grad(weights, small.BATCH, small.MODEL)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {np.dtype(np.float64)}
+    return loss, gradient
 
 
 def distances(ours, truth):
@@ -35,13 +36,10 @@ def distances(ours, truth):
 
 
 ONE, TWO, UNROLLED = {"microbatches": 1}, {"microbatches": 2}, {"unroll_layers": True}
-QUICK = [((1, 1), TWO), ((8, 1), TWO), ((4, 2), TWO), ((2, 4), ONE), ((1, 8), ONE), ((4, 2), UNROLLED)]
-REST = [
-    pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(MESHES, (ONE, TWO)) if case not in QUICK
-]
+CASES = [((1, 1), TWO), ((8, 1), TWO), ((4, 2), TWO), ((2, 4), ONE), ((1, 8), ONE), ((4, 2), UNROLLED)]
 
 
-@pytest.mark.parametrize("mesh, keys", [*QUICK, *REST], ids=str)
+@pytest.mark.parametrize("mesh, keys", CASES, ids=str)
 def test_gradient_equals_the_reference_in_float32(mesh, keys, weights, truth):
     """The float32 loss is within 1e-6 of float64's, and each leaf of the gradient within 1e-5 of its norm."""
     training = dataclasses.replace(small.TRAINING, **keys)
@@ -66,7 +64,7 @@ def test_bfloat16_is_as_near_as_the_plain_reference(mesh, weights, truth, plain)
         _, gradient = small.loss_and_gradient(small.MODEL, small.TRAINING, weights, small.BATCH)
     ours, plains = distances(gradient, truth[1]), distances(small.as_weights(plain[1]), truth[1])
     far = {name: (ours[name], plains[name]) for name in ours if not ours[name] <= 1.5 * plains[name]}
-    assert not far
+    assert not far and 1e-3 < max(plains.values()) < 0.05
 
 
 @pytest.mark.parametrize("mesh", [*small.slow((1, 1)), (4, 2)], ids=["1x1", "4x2"])
@@ -84,16 +82,10 @@ def test_the_loss_in_bfloat16_is_as_near_as_the_plain_reference(mesh, weights):
                 with small.on_mesh(*mesh, dtype="bfloat16"):
                     ours.append(small.loss_and_gradient(small.MODEL, small.TRAINING, weights, alone)[0] - true)
                 plains.append(loss_of(half, alone) - true)
-    assert len(ours) >= 30 and root_mean_square(ours) <= 1.5 * root_mean_square(plains)
+    assert len(ours) >= 30 and np.linalg.norm(ours) <= 1.5 * np.linalg.norm(plains)
 
 
 def loss_of(logits, batch):
     """The mean of -log softmax over the targets, in float64."""
-    logits = np.float64(logits)
-    log_probabilities = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    at_target = np.take_along_axis(log_probabilities, batch.targets[..., None].astype(int), axis=-1)[..., 0]
-    return -at_target[batch.is_target].mean()
-
-
-def root_mean_square(values):
-    return np.sqrt(np.mean(np.square(values)))
+    of_all, targets = log_softmax(np.float64(logits), axis=-1), batch.targets.astype(int)
+    return -np.take_along_axis(of_all, targets[..., None], axis=-1)[batch.is_target].mean()

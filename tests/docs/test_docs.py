@@ -12,6 +12,7 @@ import shutil
 import numpy as np
 import pytest
 from pages import PAGES, ROOT, blocks, copy_of_the_repository, of_language, run_in, section
+from several_hosts import logged, records
 
 import train
 from docs.generate import BLOCK
@@ -129,10 +130,13 @@ def test_keys_configs_flags_and_files_of_commands_are_there(path):
 
 
 def test_the_check_of_the_readme(capsys):
-    """The check on 512 × 2 devices that are not there."""
+    """It proves both steps on 512 × 2 devices that are not there, and says what it does not."""
     (command,) = [line for line in commands(ROOT / "README.md") if "check_only=true mesh.d=512" in line]
     train.main(load(train.Config, "local_test_synthetic", shlex.split(command)[3:]))
-    assert "training_step on the mesh d=512 × t=2: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for step in ("training_step", "validation_step"):
+        assert re.search(rf"{step} on the mesh d=512 × t=2: \d{{3}} claims proved in", printed)
+    assert "Not proved" in printed
 
 
 def random_lines(count, words):
@@ -179,8 +183,7 @@ def test_from_conversations_to_a_model(tmp_path):
         words = shlex.split(line)
         run_in(tmp_path, [*words, *fewer.get(words[2], [])])
     for name in ("finetune_smollm2", "finetune_smollm2_lora"):
-        of_steps = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        before, after = (step["validation_loss"] for step in map(json.loads, of_steps) if "validation_loss" in step)
+        before, after = logged(tmp_path / "runs" / name, "validation_loss").values()
         assert after < before
 
 
@@ -210,7 +213,7 @@ def test_pairs_for_t5(tmp_path):
     run_in(tmp_path, tokenize)
     for name, keys in ("pairs", []), ("adapters", ["paths.model_name=adapters", "lora.rank=8"]):
         run_in(tmp_path, [*learn, "training.learning_rate=3e-2", *keys])
-        steps = list(map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()))
+        steps = records(tmp_path / "runs" / name)
         losses = [step["validation_loss"] for step in steps if "validation_loss" in step]
         assert losses[-1] < losses[0] < steps[0]["loss"]
     trained = {key.removeprefix("grad_norm_of/") for key in steps[0] if key.startswith("grad_norm_of/")}

@@ -290,36 +290,6 @@ def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
 
 
 # == Changed copies of train.py: docs/changing.md ======================================================================
-def said(path, text):
-    """What `python -m train check_only=true` says to a changed train.py; '' if it is accepted."""
-    try:
-        module = module_of(path, text)
-        module.main(load(module.Config, "local_test_synthetic", ["check_only=true"]))
-    except (RunError, TypeError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("title", ["A new weight", "Another attention"])
-def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path):
-    """A section's diffs are accepted; with those marked `forgotten` the check says what stands below them."""
-    text = forgotten = train_py()
-    count = 0
-    folder = tmp_path / "train"
-    folder.mkdir()
-    accepted = False
-    for language, body in section("docs/changing.md", title):
-        if language == "diff":
-            text = forgotten = changed(text, body)
-        elif language == "diff forgotten":
-            accepted = accepted or said(folder / "train.py", text) == ""
-            forgotten = changed(forgotten, body)
-        else:
-            assert without_folders(said(folder / "train.py", forgotten)) == without_folders(body)
-            forgotten, count = text, count + 1
-    assert accepted and count == 1
-
-
 FORGOTTEN = {  # what docs/notation.md says before a message: what is replaced in train.py, and by what
     "With `+t` left out of the feed-forward's last product:": ("B/d L M +t', hidden", "B/d L M', hidden"),
     "and with the `psum` of the softmax's denominator forgotten:": (
@@ -331,15 +301,16 @@ FORGOTTEN = {  # what docs/notation.md says before a message: what is replaced i
 
 @pytest.mark.parametrize("sentence", FORGOTTEN)
 def test_errors_of_the_notation(sentence, tmp_path):
-    """The message below the sentence is what the check says of train.py changed so."""
+    """The message below the sentence is what `python -m train check_only=true` says of train.py changed so."""
     old, new = FORGOTTEN[sentence]
     assert train_py().count(old) == 1
     _, found, after = text_of("notation.md").partition(sentence)
     (_, message), *_ = blocks(after)
-    (tmp_path / "train").mkdir()
-    refused = said(tmp_path / "train" / "train.py", train_py().replace(old, new))
+    module = module_of(tmp_path / "train.py", train_py().replace(old, new))
+    with pytest.raises(RunError) as refused:
+        module.main(load(module.Config, "local_test_synthetic", ["check_only=true"]))
     message = f"training_step is refused on the mesh d=4 × t=2:\n{message}"
-    assert found and without_folders(refused) == without_folders(message)
+    assert found and without_folders(str(refused.value)) == without_folders(message)
 
 
 @pytest.mark.slow
