@@ -1,6 +1,8 @@
-"""What the tests of the data format and of the loader share: ragged data and a loader's config."""
+"""What the tests of data share: records, ragged data, what a folder holds, and a loader's config."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -43,6 +45,17 @@ def ragged(seed, count=100, longest=40, largest_id=1000):
 def encoded(sequences):
     """The sequences as flat tokens."""
     return np.array([2 * token + (place == 0) for ids in sequences for place, token in enumerate(ids)], np.uint32)
+
+
+def write_lines(path, records):
+    """Writes records as lines of JSON; returns the file's path."""
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def files(folder):
+    """The content of each file of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def as_numpy(batch):

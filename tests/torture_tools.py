@@ -8,6 +8,7 @@ After each signal its inputs are as they were, and nothing stands under the name
 Started again with the same arguments it ends, with the bytes of one that was left alone.
 """
 
+import gzip
 import hashlib
 import importlib
 import random
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.config import command_line
+from runtime.data import documents
 from runtime.terminal import RunError
 from tests.torture import FINETUNE, STATUSES, Life, Run
+from tools import tokenize_text
 
 GOLDEN = Path(__file__).parent / "models/golden/llama"
 ENDS = {0}.union(*STATUSES.values())
@@ -51,8 +54,12 @@ JOBS = {
         "TokenizeText",
         "input={inputs}/text.txt output={to} document_bytes=64 validation_fraction=0.2",
     ),
+    # A text and records, compressed and not, of which some are bad: every kind of position in what is read.
     "records": Job(
-        "tools.tokenize_text", "TokenizeText", "input={inputs}/text.jsonl output={to} tokenizer=train_bpe bpe_vocab=300"
+        "tools.tokenize_text",
+        "TokenizeText",
+        "input='{inputs}/corpus/*' output={to} tokenizer=train_bpe bpe_vocab=300 validation_fraction=0.1 "
+        "document_bytes=500 on_bad_record=skip",
     ),
     "curves": Job("tools.compare", "Compare", "{inputs}/run {inputs}/lora output={to}"),
     "answers": Job("tools.generate", "Generate", "{inputs}/run input={inputs}/prompts.txt tokens=2 rows=4 to={to}"),
@@ -74,6 +81,7 @@ def main(config: TortureTools) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "inputs").mkdir(parents=True)
     make_inputs(folder / "inputs", draw)
+    documents.BLOCK_BYTES, tokenize_text.RECORD_S = 2048, 0.02  # so that what is written is recorded many times
     for name in config.only:  # imported once; a life is a fork
         importlib.import_module(JOBS[name].module)
     inputs = digest(folder / "inputs")
@@ -90,7 +98,7 @@ def make_inputs(folder: Path, draw: random.Random) -> None:
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 9))) for _ in range(4000)]
     lines = [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
     (folder / "text.txt").write_text("\n".join(lines))
-    (folder / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    write_corpus(folder / "corpus", lines)
     (folder / "prompts.txt").write_text("\n".join(lines[:24]))
     (folder / "words.txt").write_text("\n".join(words[:24]))
     (folder / "tasks.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines[:24]))
@@ -103,6 +111,15 @@ def make_inputs(folder: Path, draw: random.Random) -> None:
     Run(folder, "run", *short).live().end()
     Run.program, Run.keys = "train_any", (FINETUNE[0], "lora.rank=2", f"initial_weights={folder}/run")
     Run(folder, "lora", *short).live().end()
+
+
+def write_corpus(folder: Path, lines: list[str]) -> None:
+    """What the job "records" reads."""
+    folder.mkdir()
+    records = [f'{{"text": "{line}"}}\n' for line in lines]
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress("".join(["no json\n", *records, "no json\n"]).encode()))
+    (folder / "b.txt").write_text("\n".join(lines))
+    (folder / "c.jsonl").write_text("".join(records))
 
 
 def live(job: Job, arguments: list[str], log: Path) -> Life:

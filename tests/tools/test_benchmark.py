@@ -2,15 +2,17 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pages import ROOT
+from pages import ROOT, run_in
 from parts import says
+from several_hosts import records
 
 import train
 from runtime.data.flat_tokens import open_split
@@ -61,17 +63,15 @@ def test_a_line_has_its_keys_and_they_agree(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program, job", [
-    ("train_any", f"{TINY} mesh.c=2 model.family=mixtral model.experts=2 model.experts_per_token=1"),
-    ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/llama lora.rank=2 mesh.d=2"),
-    ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.read_len=8"),
+@pytest.mark.parametrize("job", [
+    f"{TINY} mesh.c=2 model.family=mixtral model.experts=2 model.experts_per_token=1",
+    "finetune_smollm2 initial_weights=tests/models/golden/llama lora.rank=2 mesh.d=2",
+    "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.read_len=8",
 ])  # fmt: skip
-def test_other_programs(tmp_path, program, job):
+def test_train_any(tmp_path, job):
     """A step of a mixture, of adapters and of pairs counts as many parameters as it trains."""
-    command = [sys.executable, "-m", "tools.benchmark", f"program={program}", "device=cpu", "steps=2"]
-    command += [f"file={tmp_path}/new.jsonl", f'configs=["{job}"]']
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert run.returncode == 0, run.stderr
+    command = ["python", "-m", "tools.benchmark", "program=train_any", "device=cpu", "steps=2"]
+    run_in(ROOT, [*command, f"file={tmp_path}/new.jsonl", f'configs=["{job}"]'])
     line = json.loads((tmp_path / "new.jsonl").read_text())
     assert list(line) == KEYS and line["tokens_per_s"] > 0
     if "lora" in job:  # 2 layers of what each adapter of rank 2 reads and writes, as in test_train_any.py
@@ -129,26 +129,10 @@ def test_random_data_of_pairs(monkeypatch, tmp_path):
     assert lengths[lengths > 0].tolist() == [8, config.training.tokens.len] * 4 * benchmark.STEPS_OF_DATA
 
 
-class Inline:
-    """A pool whose one process is this one."""
-
-    def __init__(self, *_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, function, *given):
-        return SimpleNamespace(result=lambda: function(*given))
-
-
 def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     """Lines are added to the file; a job that failed has none."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     monkeypatch.setattr(benchmark, "measure", lambda _, job: None if "batch=3" in job else {"config": job})
     file = tmp_path / "of/lines.jsonl"
     config = benchmark.Benchmark(device="cpu", file=str(file))
@@ -172,15 +156,8 @@ def test_a_line_is_of_the_median_step(tmp_path):
     for name, content in (("starts.jsonl", start), ("ledger.json", ledger)):
         (tmp_path / name).write_text(json.dumps(content))
     found = benchmark.line_of("job", tmp_path)
-    expected = {
-        "devices": 6,
-        "tokens_per_s": 20,
-        "step_time_s": 3,
-        "step_time_spread_s": 2,
-        "step_cpu_s": 3,
-        "mfu": 1.5,
-    }
-    expected |= {"hfu": 0.75, "mfu_6nd": None, "gflops_6nd": 3, "peak_memory_bytes": 8, "compile_s": 7}
+    expected = dict(devices=6, tokens_per_s=20, step_time_s=3, step_time_spread_s=2, step_cpu_s=3, mfu=1.5, hfu=0.75)
+    expected |= dict(mfu_6nd=None, gflops_6nd=3, peak_memory_bytes=8, compile_s=7)
     assert {key: found[key] for key in expected} == expected and list(found) == KEYS
 
 
@@ -191,3 +168,26 @@ def test_a_step_that_is_refused(monkeypatch, capsys):
     assert benchmark.measure(benchmark.Benchmark(device="cpu"), job) is None
     message = capsys.readouterr().err
     assert message.startswith(f"error: {job} was not measured: ") and "training.tokens.batch" in message
+
+
+# == How fast data come: tests/benchmark_loader.py, and a run ==========================================================
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_figures_of_the_loader(packed):
+    """Tokens/s, processor time and memory, and the share of the time that steps wait."""
+    keys = "tokens=300000 batch=8 length=64 seconds=0.2 step_s=0.01 max_io_threads=2".split()
+    said = run_in(ROOT, ["python", "-m", "tests.benchmark_loader", *keys, f"packed={packed}"])
+    _, figures, waits = said.splitlines()
+    assert re.fullmatch(r"\d+\.\d M tokens/s, cpu \d+\.\d ns/token, \d+ MB more of memory", figures), figures
+    assert re.fullmatch(r"steps of 0.01 s waited for \d+\.\d{3}% of their time", waits), waits
+
+
+@pytest.mark.slow
+def test_steps_do_not_wait_for_data(tmp_path):
+    """The small job, as users run it: over all its lines but the first, a step waits for data less than 1 % of its
+    time."""
+    where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    run_in(ROOT, ["python", "-m", "train", *where, "checkpoint_interval=1000", "eval_interval=1000"])
+    lines = [line for line in records(tmp_path / "run") if line.get("step_time_s")]
+    waited, took = (sum(line[name] for line in lines) for name in ("data_wait_s", "step_time_s"))
+    assert len(lines) >= 5 and waited < 0.01 * took

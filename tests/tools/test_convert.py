@@ -36,11 +36,12 @@ OF_TRAIN_PY = {"module": "train", "source": (ROOT / "train.py").read_text(), "fi
 
 @pytest.fixture
 def run(called):
-    """Calls the tool with arguments: its exit status, and what it prints."""
+    """What `python -m tools.convert <arguments>` prints, or says of an error."""
 
-    def call(*arguments):
-        status, *printed = called(convert.main, convert.Convert, *arguments)
-        return status, "".join(printed)
+    def call(*arguments, status=0):
+        found, *printed = called(convert.main, convert.Convert, *arguments)
+        assert found == status, printed
+        return "".join(printed)
 
     return call
 
@@ -52,10 +53,8 @@ def changed(tmp_path, name="llama", tensors=None, **config):
     fields = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
     if tensors:
-        all_tensors = load_file(folder / "model.safetensors") | tensors
-        save_file(
-            {key: tensor for key, tensor in all_tensors.items() if tensor is not None}, folder / "model.safetensors"
-        )
+        kept = load_file(folder / "model.safetensors") | tensors
+        save_file({key: tensor for key, tensor in kept.items() if tensor is not None}, folder / "model.safetensors")
     return folder
 
 
@@ -63,9 +62,9 @@ def changed(tmp_path, name="llama", tensors=None, **config):
 def test_in_and_out_again(name, run, tmp_path):
     """A published folder becomes a checkpoint with the model's keys; what comes out has its tensors bit for bit, and
     its config.json."""
-    assert run(GOLDEN / name, tmp_path / "in")[0] == 0
+    run(GOLDEN / name, tmp_path / "in")
     assert (tmp_path / "in/config.yaml").read_text().startswith("family: llama\nmodel:\n  d_model: 16\n")
-    assert run(f"from={tmp_path / 'in'}", f"to={tmp_path / 'out'}")[0] == 0
+    run(f"from={tmp_path / 'in'}", f"to={tmp_path / 'out'}")
     before, after = (load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path / "out"))
     assert before.keys() == after.keys() and all(before[key].tobytes() == after[key].tobytes() for key in before)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path / "out")]
@@ -76,18 +75,18 @@ def test_the_end_of_a_turn_goes_with_the_weights(run, pool, tmp_path):
     """generation_config.json says where an answer ends; a run that began with the folder does not keep the file."""
     folder = changed(tmp_path, eos_token_id=2)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    assert run(folder, tmp_path / "in")[0] == 0
+    run(folder, tmp_path / "in")
     (tmp_path / "in/generation_config.json").unlink()
     assert ready.ends_of(huggingface.open_weights(str(tmp_path / "in"), pool), None) == [2, 7]
-    assert run(tmp_path / "in", tmp_path / "out")[0] == 0
+    run(tmp_path / "in", tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
 
 
 def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
     """An index names the file of each tensor; what was written is read again."""
     monkeypatch.setattr(safetensors, "SHARD_BYTES", 9000)
-    run(GOLDEN / "llama", tmp_path / "in")
-    run(tmp_path / "in", tmp_path / "out")
+    for source, to in ((GOLDEN / "llama", "in"), (tmp_path / "in", "out"), (tmp_path / "out", "again")):
+        run(source, tmp_path / to)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and files == sorted(file.name for file in tmp_path.glob("out/*.safetensors"))
@@ -95,16 +94,17 @@ def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
     for key, file in index["weight_map"].items():
         assert load_file(tmp_path / "out" / file)[key].tobytes() == before[key].tobytes()
-    assert run(tmp_path / "out", tmp_path / "again")[0] == 0
 
 
-def save_run(folder, program, **model):
-    """A run of this program, with its weights."""
+def save_run(folder, program, more_weights=(), **model):
+    """A run of this program, with its weights and these leaves of it once more."""
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
+        more = {name: getattr(state.weights, leaf) for name, leaf in dict(more_weights).items()}
+        saved = {"weights": {**vars(state.weights), **more}} if more else state
         checkpoints = Checkpoints(folder / "checkpoints")
         config = {"model": as_tree(small.MODEL) | model, "training": {"tokens": {"len": 48}}}
-        checkpoints.save(7, state, {"config": config, "program": program})
+        checkpoints.save(7, saved, {"config": config, "program": program})
         checkpoints.close()
     return state
 
@@ -114,7 +114,7 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
     run's weights, to a rounding of w_q."""
     state = save_run(tmp_path / "run", OF_TRAIN_PY)
     shutil.copy(GOLDEN.parent / "tokenizer_record.json", tmp_path / "run")
-    assert run(tmp_path / "run", tmp_path / "out")[0] == 0
+    run(tmp_path / "run", tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["model_type"] == "llama" and config["head_dim"] == 8
     assert config["max_position_embeddings"] == 48  # of the rows it was trained on, as tools say of the run
@@ -124,27 +124,22 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
         found = read_leaf(source.checkpoint, f"weights/transformer/{name}", pool)
         factor = np.float32(8**-0.5 if name == "w_q" else 1)
         np.testing.assert_allclose(found * factor, leaf, rtol=0 if factor == 1 else 2e-7)
-    text = "Hello 2024!"
-    ids = [
-        load_tokenizer(str(tmp_path / "out")).encode_batch([text]),
-        kept_tokenizer(tmp_path / "run").encode_batch([text]),
-    ]
-    assert ids[0][0].tolist() == ids[1][0].tolist()
-    backend = load_tokenizer(str(tmp_path / "out")).backend  # a text begins as the run's sequences do
-    assert backend.encode(text, add_special_tokens=True).ids == [0, *ids[0][0].tolist()]
+    text, published = "Hello 2024!", load_tokenizer(str(tmp_path / "out"))
+    found, expected = (made.encode_batch([text])[0].tolist() for made in (published, kept_tokenizer(tmp_path / "run")))
+    assert found == expected
+    # A text begins as the run's sequences do.
+    assert published.backend.encode(text, add_special_tokens=True).ids == [0, *expected]
 
 
-def test_a_run_with_other_weights_is_not_published(run, tmp_path):
-    """It is refused even where the user says that it is the same model."""
-    with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
-        state = small.state_of(random_weights(small.MODEL, 0))
-        weights = {**vars(state.weights), "q_norm": state.weights.final_layer_norm}
-        checkpoints = Checkpoints(tmp_path / "run/checkpoints")
-        attributes = {"config": {"model": as_tree(small.MODEL)}, "program": OF_TRAIN_PY}
-        checkpoints.save(7, {"weights": weights}, attributes)
-        checkpoints.close()
-    status, said = run(tmp_path / "run", tmp_path / "out", "allow_program_change=true")
-    assert status == 1 and "models/ computes: it has weights/q_norm" in said
+@pytest.mark.parametrize("given, message", [
+    ({"more_weights": {"q_norm": "final_layer_norm"}}, "models/ computes: it has weights/q_norm"),
+    ({"vocab": small.MODEL.vocab // 2}, "another model than its config says: embed is ("),
+], ids=["weights", "sizes"])  # fmt: skip
+def test_a_run_with_other_weights_is_not_published(run, tmp_path, given, message):
+    """One with more leaves, or whose init_state makes more rows than the config says, is refused even where the user
+    says that it is the same model."""
+    save_run(tmp_path / "run", OF_TRAIN_PY, **given)
+    assert message in run(tmp_path / "run", tmp_path / "out", "allow_program_change=true", status=1)
 
 
 def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
@@ -153,24 +148,17 @@ def test_a_run_of_a_copy_of_train_py_is_published(run, tmp_path):
     source, files = OF_TRAIN_PY["source"].replace("def adamw_step", "def my_step"), OF_TRAIN_PY["files"]
     mine = {"module": "my_train", "source": source, "files": files | {"my_train": "0123456789abcdef"}}
     save_run(tmp_path / "same", mine)
-    assert run(tmp_path / "same", tmp_path / "out")[0] == 0
+    run(tmp_path / "same", tmp_path / "out")
     assert "llama" in (tmp_path / "out/config.json").read_text()
     save_run(tmp_path / "other", mine | {"source": source.replace("jax.nn.silu", "jax.nn.relu")})
-    status, said = run(tmp_path / "other", tmp_path / "no")
-    assert status == 1 and "differ (forward)" in said and "allow_program_change=true" in said
-    assert run(tmp_path / "other", tmp_path / "allowed", "allow_program_change=true")[0] == 0
+    said = run(tmp_path / "other", tmp_path / "no", status=1)
+    assert "differ (forward)" in said and "allow_program_change=true" in said
+    run(tmp_path / "other", tmp_path / "allowed", "allow_program_change=true")
     for name in ("kernels.attention", "shardlib.shardops", "my_layers"):
         save_run(tmp_path / name, mine | {"files": mine["files"] | {name: "of another"}})
-        assert f"differ ({name})" in run(tmp_path / name, tmp_path / "no")[1]
+        assert f"differ ({name})" in run(tmp_path / name, tmp_path / "no", status=1)
     save_run(tmp_path / "keys", mine, new_key=1)
-    assert "is of no family in models/" in run(tmp_path / "keys", tmp_path / "no")[1]
-
-
-def test_a_run_with_other_sizes_is_not_published(run, tmp_path):
-    """One whose init_state makes more rows than the config says is refused, even where the user says it is the same."""
-    save_run(tmp_path / "run", OF_TRAIN_PY, vocab=small.MODEL.vocab // 2)
-    status, said = run(tmp_path / "run", tmp_path / "out", "allow_program_change=true")
-    assert status == 1 and "another model than its config says: embed is (" in said
+    assert "is of no family in models/" in run(tmp_path / "keys", tmp_path / "no", status=1)
 
 
 def test_a_file_of_the_project_that_was_changed_in_place(run, pool, tmp_path, monkeypatch):
@@ -178,7 +166,7 @@ def test_a_file_of_the_project_that_was_changed_in_place(run, pool, tmp_path, mo
     changed = OF_TRAIN_PY["files"] | {"shardlib.shardops": "of another"}
     monkeypatch.setattr(program, "files_of", lambda *_: changed)
     save_run(tmp_path / "run", OF_TRAIN_PY | {"files": changed})
-    assert "differ (shardlib.shardops)" in run(tmp_path / "run", tmp_path / "out")[1]
+    assert "differ (shardlib.shardops)" in run(tmp_path / "run", tmp_path / "out", status=1)
     source = huggingface.open_weights(tmp_path / "run", pool)
     huggingface.require_same_program(source, None, "")  # which is to be read here
     changed["kernels.attention"] = "of another"  # but decoding has no kernels
@@ -209,14 +197,14 @@ def test_a_family_that_was_changed_in_place(monkeypatch):
 def test_a_capacity_is_not_published(run, tmp_path, monkeypatch):
     """A note says that the published model drops no tokens."""
     run(GOLDEN / "mixtral", tmp_path / "in")
-    assert "model.capacity" not in run(tmp_path / "in", tmp_path / "out")[1]
+    assert "model.capacity" not in run(tmp_path / "in", tmp_path / "out")
 
     def limited(path, pool):
         source = huggingface.open_weights(path, pool)
         return dataclasses.replace(source, model=dataclasses.replace(source.model, capacity=1.25))
 
     monkeypatch.setattr(convert, "open_weights", limited)
-    assert "note: model.capacity = 1.25: this may drop tokens, the" in run(tmp_path / "in", tmp_path / "too")[1]
+    assert "note: model.capacity = 1.25: this may drop tokens, the" in run(tmp_path / "in", tmp_path / "too")
 
 
 NEW = np.zeros((3, 4), np.float32)
@@ -244,8 +232,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused(what, run, tmp_path):
     """The message names it, and nothing is written."""
     change, text = REFUSED[what]
-    status, printed = run(changed(tmp_path, **change), tmp_path / "out")
-    assert status == 1 and text in printed
+    assert text in run(changed(tmp_path, **change), tmp_path / "out", status=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -254,29 +241,27 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
     that is not empty."""
     folder = changed(tmp_path)
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    status, printed = run(folder, tmp_path / "out")
-    assert status == 1 and says(f"{file} cannot be read (is it whole?)", printed)
-    file.write_bytes(b"none")
-    status, printed = run(folder, tmp_path / "new")
-    assert status == 1 and says(f"{file} cannot be read", printed)
-    status, printed = run("nobody/nothing", tmp_path / "new")
-    assert status == 1 and says("no folder nobody/nothing … cannot be downloaded", printed)
-    status, printed = run(GOLDEN / "llama", folder)
-    assert status == 1 and "is not empty: give a new folder" in printed
+    for content in (file.read_bytes()[:-100], b"none"):
+        file.write_bytes(content)
+        assert says(f"{file} cannot be read (is it whole?)", run(folder, tmp_path / "out", status=1))
+    for source, to, message in (
+        ("nobody/nothing", tmp_path / "new", "no folder nobody/nothing … cannot be downloaded"),
+        (GOLDEN / "llama", folder, "is not empty: give a new folder"),
+    ):
+        assert says(message, run(source, to, status=1))
 
 
 def test_a_disk_that_is_full(run, tmp_path):
     """One line that names the folder and the cause, in and out; nothing is left of the folder."""
-    assert run(GOLDEN / "llama", tmp_path / "in")[0] == 0
+    run(GOLDEN / "llama", tmp_path / "in")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for source in (GOLDEN / "llama", tmp_path / "in"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
-            status, printed = run(source, tmp_path / "to")
+            printed = run(source, tmp_path / "to", status=1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert status == 1 and printed.count("\n") == 1 and f"{tmp_path}/to" in printed and "File too large" in printed
+        assert printed.count("\n") == 1 and says(f"{tmp_path}/to … File too large", printed)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
@@ -286,12 +271,12 @@ def test_a_run_that_is_not_there(run, tmp_path, monkeypatch, path):
     run's name."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)
-    status, printed = run(path, "out")
-    assert status == 1 and says(f"error: … no run, checkpoint or folder {path}", printed) and "nearest" not in printed
+    printed = run(path, "out", status=1)
+    assert says(f"error: … no run, checkpoint or folder {path}", printed) and "nearest" not in printed
     Path("runs/first").mkdir(parents=True)
     Path("first").mkdir()
-    _, printed = run(path, "out")
-    assert (f"{path}; the nearest is {path.replace('frist', 'first')}" in printed) == ("frist" in path)
+    nearest = f"{path}; the nearest is {path.replace('frist', 'first')}"
+    assert (nearest in run(path, "out", status=1)) == ("frist" in path)
 
 
 def test_old_fields_are_read(run, pool, tmp_path):
@@ -310,17 +295,14 @@ def same_weights(one, other, pool, but=()):
             assert first.tobytes() == second.tobytes(), name
 
 
-class FakeTensor:
+class FakeTensor(np.ndarray):
     """The part of a torch.Tensor that is used; the tests go without torch."""
-
-    def __init__(self, values):
-        self.values, self.shape = values, values.shape
 
     def float(self):
         return self
 
     def numpy(self):
-        return self.values
+        return np.asarray(self)
 
 
 @pytest.mark.parametrize("embedding_axis", [1, 0], ids=["llama2", "llama3"])
@@ -338,7 +320,7 @@ def test_meta_files_are_read(embedding_axis, pool, tmp_path, monkeypatch):
         axis = 1 if inner in foreign.COLUMNS else embedding_axis if inner == "tok_embeddings" else 0
         halves = [values, values] if values.ndim == 1 else np.split(values, 2, axis)
         for part, half in zip(parts.values(), halves):
-            part[f"layers.{layer}.{inner}.weight" if layer else f"{inner}.weight"] = FakeTensor(half)
+            part[f"layers.{layer}.{inner}.weight" if layer else f"{inner}.weight"] = half.view(FakeTensor)
     for file in parts:
         (tmp_path / file).touch()
     params = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "multiple_of": 8}
@@ -359,8 +341,7 @@ def test_gguf_needs_its_package(run, tmp_path, monkeypatch):
     """Its absence is one line with the command that installs it."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "some.gguf").touch()
-    status, printed = run(tmp_path / "some.gguf", tmp_path / "out")
-    assert status == 1 and says("needs the package gguf … pip install -r", printed)
+    assert says("needs the package gguf … pip install -r", run(tmp_path / "some.gguf", tmp_path / "out", status=1))
 
 
 def test_gguf_files_are_read(run, pool, tmp_path):
@@ -373,7 +354,7 @@ def test_gguf_files_are_read(run, pool, tmp_path):
     same_weights(published, source, pool, but=["weights/transformer/w_o"])
     w_o = [read_leaf(weights.checkpoint, "weights/transformer/w_o", pool) for weights in (published, source)]
     np.testing.assert_allclose(*w_o, atol=np.abs(w_o[0]).max() / 127)
-    assert run(tmp_path / "small.gguf", tmp_path / "in")[0] == 0
+    run(tmp_path / "small.gguf", tmp_path / "in")
     text = "In 2024, 17 dogs' names<|end|>\nagain"
     ids = [load_tokenizer(str(tmp_path / "in")), kept_tokenizer(tmp_path / "in")]
     expected = kept_tokenizer(GOLDEN.parent).encode_batch([text])[0].tolist()

@@ -9,10 +9,8 @@ import zarr
 from pages import ROOT
 from parts import says
 
-from runtime.config.command_line import load
 from runtime.data.split_writer import write_split
 from runtime.data.tokenizers import load_tokenizer, save_dataset_tokenizer
-from runtime.terminal import RunError, print_error
 from tools import inspect_dataset as tool
 
 TEXTS = ["To be, or not to be:\n   that is the question.", "", "Ay,\x1bthere's the rub.", "é€" * 40, "x" * 300]
@@ -31,21 +29,20 @@ def data(tmp_path):
     return path
 
 
-def inspect(capsys, path, *arguments):
-    """The exit status, and what is printed: lines, runs of blanks as one."""
-    status = 0
-    try:
-        tool.main(load(tool.InspectDataset, None, [f"path='{path}'", *arguments]))
-    except RunError as error:
-        status = 1
-        print_error(error)
-    printed = "".join(capsys.readouterr())
-    return status, [" ".join(line.split()) for line in printed.splitlines()], printed
+@pytest.fixture
+def inspect(called):
+    """Calls the tool: the exit status, and what is printed, as lines, runs of blanks as one."""
+
+    def call(path, *arguments):
+        status, *printed = called(tool.main, tool.InspectDataset, f"path='{path}'", *arguments)
+        return status, [" ".join(line.split()) for line in "".join(printed).splitlines()], "".join(printed)
+
+    return call
 
 
-def test_what_a_data_set_holds(data, capsys):
+def test_what_a_data_set_holds(data, inspect):
     """Splits, sizes, attributes, lengths, tokenizer and texts, what is a target apart; no control characters."""
-    status, lines, printed = inspect(capsys, data, "samples=3")
+    status, lines, printed = inspect(data, "samples=3")
     assert status == 0 and "\x1b" not in printed
     assert lines[:2] == [f"{data} (zarr format 3)", "tokenizer: bytes_utf8, ids below 257, bos_id 0"]
     train = lines[lines.index("train") : lines.index("validation")]
@@ -65,16 +62,16 @@ def test_what_a_data_set_holds(data, capsys):
     assert validation[-2:] == ["| To be, or not to be:", "| that is the question."]
 
 
-def test_ids_where_there_is_no_tokenizer(data, capsys):
+def test_ids_where_there_is_no_tokenizer(data, inspect):
     """The ids themselves are shown if there is no tokenizer, of one split if it is asked for."""
     del zarr.open_group(data).attrs["tokenizer"]
-    status, lines, _ = inspect(capsys, data, "split=validation", "samples=1")
+    status, lines, _ = inspect(data, "split=validation", "samples=1")
     assert status == 0 and lines[1] == "tokenizer: not named" and "train" not in lines
     assert any(line.startswith("| 85 112 33 99 102 45 33 112 115 33") for line in lines)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_a_whole_data_set(data, tmp_path, capsys, zarr_format):
+def test_a_whole_data_set(data, tmp_path, inspect, zarr_format):
     """What is as the format says is verified with status 0, in both formats of zarr."""
     source = zarr.open_group(data, mode="r")
     copy = zarr.open_group(tmp_path / "copy", mode="w", zarr_format=zarr_format)
@@ -83,7 +80,7 @@ def test_a_whole_data_set(data, tmp_path, capsys, zarr_format):
         for name, array in source[split].members():
             group.create_array(name, data=array[:], chunks=(50,))
         group.attrs.update(source[split].attrs)
-    status, lines, _ = inspect(capsys, tmp_path / "copy", "verify=true")
+    status, lines, _ = inspect(tmp_path / "copy", "verify=true")
     assert status == 0 and lines[0].endswith(f"(zarr format {zarr_format})")
     assert lines[-1] == f"{tmp_path}/copy: as the format says"
 
@@ -146,12 +143,12 @@ VIOLATIONS = {
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_a_violation_is_found(data, capsys, name):
+def test_a_violation_is_found(data, inspect, name):
     """Each kind is printed with the index of its first and a count, and ends with status 1; the other split is still
     read."""
     damage, count, *expected = VIOLATIONS[name]
     damage(data)
-    status, lines, printed = inspect(capsys, data, "verify=true", "samples=0")
+    status, lines, printed = inspect(data, "verify=true", "samples=0")
     assert status == 1 and max(map(len, printed.splitlines())) <= 120 + len(str(data))
     joined = " ".join(lines)
     for text in expected:
@@ -161,23 +158,23 @@ def test_a_violation_is_found(data, capsys, name):
     assert "validation" in lines
 
 
-def test_damage_that_is_seen_at_once(data, capsys):
+def test_damage_that_is_seen_at_once(data, inspect):
     """Impossible lengths are refused, not shown, without verify too."""
     change("seq_starts", 3, 20)(data)
-    status, lines, _ = inspect(capsys, data)
+    status, lines, _ = inspect(data)
     assert status == 1 and lines[-1].startswith(f"error: seq_starts of {data}/train is damaged: verify=true")
 
 
-def test_what_is_no_data_set(data, tmp_path, capsys):
+def test_what_is_no_data_set(data, tmp_path, inspect):
     """A path that holds none, a split that there is not, and a tokenizer that cannot be read are one message."""
-    status, lines, _ = inspect(capsys, tmp_path / "none")
+    status, lines, _ = inspect(tmp_path / "none")
     assert status == 1 and says(f"error: … {tmp_path}/none does not exist", lines[0])
-    status, lines, _ = inspect(capsys, data / "train")
+    status, lines, _ = inspect(data / "train")
     assert status == 1 and lines[-1].endswith("a split itself: give the folder above")
-    status, lines, _ = inspect(capsys, data, "split=test")
+    status, lines, _ = inspect(data, "split=test")
     assert status == 1 and says(f"error: … {data} has no split 'test'; it holds 'train', 'validation'", lines[-1])
     zarr.open_group(data).attrs.update(tokenizer={"name": "bytes_utf8"})
-    status, lines, _ = inspect(capsys, data, "verify=true")
+    status, lines, _ = inspect(data, "verify=true")
     assert status == 1 and says(f"error: the tokenizer of … {data} cannot be read (KeyError: 'bos_id')", lines[-1])
 
 
@@ -200,45 +197,44 @@ run(tools.inspect_dataset.main, tools.inspect_dataset.InspectDataset)
 
 
 @pytest.mark.slow
-def test_in_an_object_store(data, object_store, capsys):
+def test_in_an_object_store(data, object_store, inspect):
     """A data set in an object store is shown and verified, its damage is found, and its connections are closed at the
     end."""
     import s3fs
 
     url, files = f"{object_store}/data.zarr", s3fs.S3FileSystem()
     files.put(f"{data}/", url, recursive=True)
-    here = inspect(capsys, data, "samples=3")[1]
-    assert inspect(capsys, url, "samples=3")[:2] == (0, [f"{url} (zarr format 3)", *here[1:]])
+    here = inspect(data, "samples=3")[1]
+    assert inspect(url, "samples=3")[:2] == (0, [f"{url} (zarr format 3)", *here[1:]])
     command = [sys.executable, "-c", IN_AN_OBJECT_STORE, f"path={url}", "verify=true", "samples=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     *_, verdict, connections = done.stdout.splitlines()
     assert verdict == f"{url}: as the format says" and connections == "open connections: 0"
     files.rm(f"{url}/train/encoded_tokens/c/3")
-    status, lines, _ = inspect(capsys, url, "verify=true")
+    status, lines, _ = inspect(url, "verify=true")
     assert status == 1 and lines[-1] == f"error: {url}: 1 violation of the format"
     assert "train/encoded_tokens/c/3 is missing" in " ".join(lines)
 
 
-def test_weights_are_shown_and_checked(tmp_path, capsys):
+def test_weights_are_shown_and_checked(tmp_path, inspect):
     """A sample says the weight of what counts neither 0 nor 1; a weight below 0 is a violation."""
     path, ids = tmp_path / "data.zarr", np.frombuffer(b"q?halfone", np.uint8).astype(int) + 1
     weights = np.float32([0] * 2 + [0.5] * 4 + [1] * 3)
     for split in ("train", "validation"):
         write_split(path, split, [ids], weight=[weights])
     save_dataset_tokenizer(path, load_tokenizer("bytes_utf8"))
-    tool.main(tool.InspectDataset(path=str(path), samples=1))
-    shown = capsys.readouterr().out
+    _, _, shown = inspect(path, "samples=1")
     assert "context | q?\n  × 0.5   | half\n  target  | one\n" in shown and "has_weight" not in shown
     zarr.open_group(path)["train/weight"][3] = -2
-    with pytest.raises(RunError, match="1 violation of the format"):
-        tool.main(tool.InspectDataset(path=str(path), verify=True))
-    assert "weight[3] is -2.0, expected a finite number" in capsys.readouterr().out
+    status, _, shown = inspect(path, "verify=true")
+    assert status == 1 and "1 violation of the format" in shown
+    assert "weight[3] is -2.0, expected a finite number" in shown
 
 
 @pytest.mark.parametrize("content", ["7", "[]", '"group"', '{"zarr_format": 3, "node_type": "group", "attributes": 5}'])
-def test_metadata_of_another_kind(data, capsys, content):
+def test_metadata_of_another_kind(data, inspect, content):
     """Whatever JSON stands in zarr.json: one line."""
     (data / "zarr.json").write_text(content)
-    status, lines, printed = inspect(capsys, data)
+    status, lines, printed = inspect(data)
     assert status == 1 and printed.startswith("error: ") and len(lines) == 1

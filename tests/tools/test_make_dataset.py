@@ -2,14 +2,12 @@
 so."""
 
 import functools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import zarr
 from pages import ROOT
-from ragged import encoded
+from ragged import encoded, files
 
 from runtime.config import command_line
 from runtime.data.flat_tokens import open_split
@@ -43,7 +41,7 @@ def test_checked_in(split):
 def test_sizes():
     """It is small, has 512 sequences of 1 to 1024 tokens in each split, ids that the small model knows, and enough for
     its run."""
-    assert sum(file.stat().st_size for file in CHECKED_IN.rglob("*") if file.is_file()) < 2_000_000
+    assert sum(map(len, files(CHECKED_IN).values())) < 2_000_000
     for split in SPLITS:
         stored = open_split(CHECKED_IN, split)
         lengths = np.diff(stored.seq_starts[:].astype(int))
@@ -54,22 +52,19 @@ def test_sizes():
 
 def test_twice_the_same_bytes(tmp_path):
     """The tool writes the same files each time, and others from another seed; the splits differ."""
-    files = {}
     for name, seed in [("once", 0), ("twice", 0), ("other", 1)]:
         tool.main(config(f"path={tmp_path}/{name}", "sequences=10", f"seed={seed}"))
-        written = [file for file in (tmp_path / name).rglob("*") if file.is_file()]
-        files[name] = {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in written}
-    assert files["once"] == files["twice"] and len(files["once"]) == 11
+    once, twice, other = (files(tmp_path / name) for name in ("once", "twice", "other"))
+    assert once == twice and len(once) == 11
     chunk = "{}/encoded_tokens/c/0".format
-    assert files["once"][chunk("train")] != files["other"][chunk("train")] != files["once"][chunk("validation")]
+    assert once[chunk("train")] != other[chunk("train")] != once[chunk("validation")]
 
 
-def test_command(tmp_path):
-    """The documented command runs, and prints what is known of each split."""
-    command = [sys.executable, "-m", "tools.make_dataset", f"path={tmp_path}/data", "sequences=4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    train, validation, last = done.stdout.splitlines()
+def test_command(called, tmp_path):
+    """What is known of each split is printed."""
+    status, out, error = called(tool.main, tool.MakeDataset, f"path={tmp_path}/data", "sequences=4")
+    assert (status, error) == (0, "")
+    train, validation, last = out.splitlines()
     assert train.startswith("train: ") and validation.endswith(" nats know only their frequencies")
     assert last == f"ids 1 to 259, 4 sequences a split, in {tmp_path}/data"
 

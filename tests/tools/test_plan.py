@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 import types
@@ -14,7 +13,8 @@ from unittest import mock
 
 import jax
 import pytest
-from parts import assert_refuses, says
+from pages import ROOT, run_in
+from parts import assert_refuses
 
 import train
 import train_any
@@ -33,18 +33,15 @@ SMALL = (
 )  # fmt: skip
 
 
+def config_of(name, *overrides):
+    return load(plan_step.plan_class(train), name, overrides)
+
+
 def planned(capsys, name, *overrides):
     """What the tool prints."""
     with mock.patch.dict(os.environ, COLUMNS="500"):
-        plan.main(load(plan_step.plan_class(train), name, overrides))
+        plan.main(config_of(name, *overrides))
     return capsys.readouterr().out
-
-
-def refused(name, *overrides):
-    """The message with which it refuses."""
-    with pytest.raises(RunError) as caught:
-        plan.main(load(plan_step.plan_class(train), name, overrides))
-    return str(caught.value)
 
 
 def test_a_plan(capsys):
@@ -91,13 +88,6 @@ def test_how_long_and_at_which_price(capsys):
     assert "It will not fit" in too_large and "\nIf it did fit, tokens a second: " in too_large
 
 
-def test_devices_of_a_host():
-    """Four TPUs, else eight devices, unless the config says it."""
-    machines = [plan_step.Machine(hardware=name) for name in ("tpu_v5p", "h200", None)]
-    assert [machine.per_host for machine in machines] == [4, 8, 8]
-    assert plan_step.Machine(hardware="tpu_v5p", devices_per_host=8).per_host == 8
-
-
 @pytest.mark.slow
 def test_own_hardware(capsys):
     """A config may describe a device; what it leaves out is n/a, and so is all that needs it."""
@@ -112,16 +102,20 @@ def test_own_hardware(capsys):
     assert "No hardware is given: no times." in text and "MFU: at most n/a" in text
 
 
-@pytest.mark.parametrize("hardware, kernel", [
-    ("h200", "cudnn_masked"), ("a100_80gb", "cudnn_masked"), ("NVIDIA B200", "cudnn_masked"), ("tpu_v5e", "splash"),
-    (None, "blockwise"),
+@pytest.mark.parametrize("hardware, kernel, per_host", [
+    ("h200", "cudnn_masked", 8), ("a100_80gb", "cudnn_masked", 8), ("NVIDIA B200", "cudnn_masked", 8),
+    ("tpu_v5e", "splash", 4), ("null", "blockwise", 8),
 ])  # fmt: skip
-def test_the_kernel_is_the_planned_devices(hardware, kernel):
-    """The kernel is that of the planned device, not of the machine that plans; one that the config names stays."""
-    key = "hardware=" + (hardware or "null")
-    for attention, expected in (("auto", kernel), ("einsum", "einsum")):
-        config = load(plan_step.plan_class(train), "c4_a100x8_1b", [key, f"model.attention={attention}"])
-        assert plan_step.with_kernel(config, plan_step.machine_of(config)).model.attention == expected
+def test_what_the_planned_device_says(hardware, kernel, per_host):
+    """The kernel is that of the planned device, not of the machine that plans, and a host has so many of it; what the
+    config names stays."""
+    for keys, expected in (
+        (["model.attention=auto"], (kernel, per_host)),
+        (["model.attention=einsum", "devices_per_host=2"], ("einsum", 2)),
+    ):
+        config = config_of("c4_a100x8_1b", f"hardware={hardware}", *keys)
+        found = plan_step.with_kernel(config, plan_step.machine_of(config))
+        assert (found.model.attention, config.per_host) == expected
 
 
 def test_a_folder(capsys, tmp_path):
@@ -148,7 +142,7 @@ def test_a_folder(capsys, tmp_path):
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(overrides, message):
     """One sentence has the fix."""
-    assert says(message, refused("c4_a100x8_1b", *overrides))
+    assert_refuses(message, lambda: plan.main(config_of("c4_a100x8_1b", *overrides)))
 
 
 def tiny(hbm_bytes):
@@ -174,14 +168,8 @@ def test_a_sweep(capsys, tmp_path):
     assert "Refused: mesh d=1 × t=4: " in text and refused in text
 
     first, second, microbatches, *figures = rows[0]
-    alone = planned(
-        capsys,
-        "local_test_synthetic",
-        *keys,
-        f"mesh.d={first}",
-        f"mesh.t={second}",
-        f"training.microbatches={microbatches}",
-    )
+    keys += [f"mesh.d={first}", f"mesh.t={second}", f"training.microbatches={microbatches}"]
+    alone = planned(capsys, "local_test_synthetic", *keys)
     assert f"forecast of the peak {' '.join(figures[:2])} of" in alone
     times = r"\n  all " + r" +[\d.]+ \S+" * 3 + f" +{' '.join(figures[2:4])} +{' '.join(figures[5:7])} "
     assert re.search(times, alone)
@@ -216,15 +204,10 @@ def scaled(*keys):
 def test_what_the_sweep_leaves_out():
     """It leaves out the host's memory, whose time is in no forecast; what the command line sets; a dense model's axis
     of experts; and stages, where the mesh has none."""
-    scale = scaled()
+    scale, mixture = scaled(), scaled("size=8x7b")
     assert plan_sweep.kept(scale) == [{"save_for_backward": policy} for policy in ("everything", "inputs")]
-    said = scaled("training.save_for_backward=inputs")
-    assert plan_sweep.kept(said) == [{}]
-    mixture = scaled("size=8x7b")
-    assert [plan_sweep.searched(config) for config in (scale, mixture)] == [
-        ["r", "d", "c", "t"],
-        ["r", "d", "c", "e", "t"],
-    ]
+    assert plan_sweep.kept(scaled("training.save_for_backward=inputs")) == [{}]
+    assert ["".join(plan_sweep.searched(config)) for config in (scale, mixture)] == ["rdct", "rdcet"]
 
 
 def test_neighbours():
@@ -287,11 +270,10 @@ def test_slices_and_targets():
     shapes = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 128: (4, 4, 8), 4096: (16, 16, 16)}
     assert {chips: slice_of(chips, 3) for chips in shapes} == shapes
     assert slice_of(8, 2) == (2, 4) and slice_of(256, 2) == (16, 16)
-    with pytest.raises(CannotCompile, match="no slice of 12 chips: expected 4, 8, 16"):
-        slice_of(12, 3)
+    assert_refuses("no slice of 12 chips: expected 4, 8, 16", slice_of, 12, 3, error=CannotCompile)
     assert "core_count: 132" in target_config("h200") and "ACCELERATED_FEATURES" in target_config("h200")
-    with pytest.raises(CannotCompile, match="for gtx nothing can be compiled; there are a100_40gb"):
-        absent.environment("gtx")
+    message = "for gtx nothing can be compiled; there are a100_40gb"
+    assert_refuses(message, absent.environment, "gtx", error=CannotCompile)
 
 
 def test_missing_packages_are_one_line(monkeypatch):
@@ -299,7 +281,8 @@ def test_missing_packages_are_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     parts = "tpu_v5p needs libtpu … pip install --no-deps -r requirements-plan.txt"
     assert_refuses(parts, absent.environment, "tpu_v5p", error=CannotCompile)
-    assert "jax_cuda13_plugin" in refused("c4_a100x8_1b", "hardware=h200", "compile=true")
+    config = config_of("c4_a100x8_1b", "hardware=h200", "compile=true")
+    assert_refuses("jax_cuda13_plugin", plan.main, config)
 
 
 @pytest.mark.slow
@@ -318,17 +301,16 @@ def test_compiling(capsys, monkeypatch):
 
 def test_the_process_that_compiles(monkeypatch):
     """JAX reads at its start what it compiles for, so the same command starts again with that; but only once."""
-    started = []
+    started, config = [], types.SimpleNamespace(hardware="tpu_v5e")
     monkeypatch.setattr(absent, "environment", lambda _: {"ABSENT": "1"})
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
-    plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
+    plan.start_again(config)
     ((program, command, environment),) = started
     assert (program, command[1:]) == (sys.executable, sys.orig_argv[1:]) and environment["ABSENT"] == "1"
     monkeypatch.setattr(os, "environ", {**environment, "ABSENT": "0"})
-    with pytest.raises(RunError, match=r"^one command compiles for GPUs or for TPUs"):
-        plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
+    assert_refuses("one command compiles for GPUs or for TPUs", plan.start_again, config)
     monkeypatch.setattr(os, "environ", environment)
-    plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
+    plan.start_again(config)
     assert len(started) == 1
 
 
@@ -351,25 +333,18 @@ SCHEDULE = """HloModule step, is_scheduled=true, num_partitions=2
   ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%i, %alone)
 }
 
-%condition (c: (s32[], f32[8,8])) -> pred[] {
-  %c.1 = (s32[], f32[8,8]{1,0}) parameter(0)
-  ROOT %p.1 = pred[] constant(true)
-}
-
 ENTRY %main (a: (s32[], f32[8,8]), b: f32[8]) -> f32[4] {
   %a = (s32[], f32[8,8]{1,0}) parameter(0)
   %b = f32[8]{0} parameter(1)
-  %loop = (s32[], f32[8,8]{1,0}) WHILE
+  %loop = (s32[], f32[8,8]{1,0}) while(%a), body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %rs.start = ((f32[8]{0}), f32[4]{0}) async-start(%b), calls=%wrapped
   %n = f32[8]{0} negate(%b)
   ROOT %rs.done = f32[4]{0} async-done(%rs.start)
 }
 """
-SCHEDULE = re.sub(r"FORWARD (\d+)", r'metadata={op_name="jvp()" source_file="train.py" source_line=\1}', SCHEDULE)
-BACKWARD = 'metadata={op_name="transpose(jvp())" source_file="train.py" source_line=30}'
-SCHEDULE = SCHEDULE.replace("BACKWARD 30", BACKWARD)
-LOOP = 'while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
-SCHEDULE = SCHEDULE.replace("WHILE", LOOP)
+for word, name in (("FORWARD", "jvp()"), ("BACKWARD", "transpose(jvp())")):
+    metadata = rf'metadata={{op_name="{name}" source_file="train.py" source_line=\1}}'
+    SCHEDULE = re.sub(rf"{word} (\d+)", metadata, SCHEDULE)
 
 
 def test_what_runs_while_it_sends():
@@ -393,12 +368,11 @@ def test_what_a_tpus_sparse_core_sends():
     assert compiled(text, {"d": 2}) == compiled(SCHEDULE, {"d": 2})
 
 
-def compiled_plan(name, *keys):
+def compiled_plan(name, *keys, status=0):
     """What `tools.plan ... compile=true` prints, in a process of its own; a skipped test where that needs packages."""
     with contextlib.suppress(CannotCompile):
         absent.environment(re.search(r"hardware=(\w+)", " ".join(keys))[1])
-        command = [sys.executable, "-m", "tools.plan", f"--config-name={name}", *keys, "compile=true"]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""})
+        return run_in(ROOT, ["python", "-m", "tools.plan", f"--config-name={name}", *keys, "compile=true"], status)
     pytest.skip("needs requirements-plan.txt")
 
 
@@ -413,12 +387,11 @@ KINDS = {
 def test_the_very_step_compiled_for_what_is_not_there(name):
     """The small model is compiled for eight H200s and eight TPUs of each kind: memory, differences and the schedule are
     printed."""
-    done = compiled_plan("local_test_synthetic", *SMALL, f"hardware={name}", "hosts=1")
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"\nCompiled for 8 × {KINDS[name]} that are not here, in \d+ s\.", done.stdout)
-    assert re.search(r"\nXLA's memory of one device: [\d.]+ MB; forecast [\d.]+ MB, ratio \d\.\d\d\n", done.stdout)
-    assert " differences between what is written and what the compiled step sends" in done.stdout
-    assert "all-gather of train.py:" in done.stdout
+    text = compiled_plan("local_test_synthetic", *SMALL, f"hardware={name}", "hosts=1")
+    assert re.search(rf"\nCompiled for 8 × {KINDS[name]} that are not here, in \d+ s\.", text)
+    assert re.search(r"\nXLA's memory of one device: [\d.]+ MB; forecast [\d.]+ MB, ratio \d\.\d\d\n", text)
+    assert " differences between what is written and what the compiled step sends" in text
+    assert "all-gather of train.py:" in text
 
 
 @pytest.mark.slow
@@ -431,11 +404,10 @@ def test_the_very_step_compiled_for_what_is_not_there(name):
 def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
     """Something runs beside each transfer of a layer of the published models, without tensor parallelism; XLA's memory
     is at most 1.1 times the forecast."""
-    done = compiled_plan(name, *machine.split())
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^  (?:all-gather|reduce-scatter) of .*, ×[78]: .*$", done.stdout, re.M)
+    text = compiled_plan(name, *machine.split())
+    rows = re.findall(r"^  (?:all-gather|reduce-scatter) of .*, ×[78]: .*$", text, re.M)
     assert len(rows) > 10 and not [row for row in rows if row.endswith(": alone")]
-    assert float(re.search(r"ratio (\d\.\d\d)\n", done.stdout)[1]) > 1 / 1.1
+    assert float(re.search(r"ratio (\d\.\d\d)\n", text)[1]) > 1 / 1.1
 
 
 @pytest.mark.slow
@@ -447,16 +419,16 @@ def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
 def test_many_axes_compiled_for_what_is_not_there(keys):
     """The forecast of 8b with dealt heads or gathered keys, and of a mixture, on 64 H200s is within a tenth of XLA's
     memory, and what is sent is what is written."""
-    done = compiled_plan("scale", "program=train_any", "hardware=h200", *keys.split())
-    assert done.returncode == 0, done.stderr
-    assert 1 / 1.1 < float(re.search(r"ratio (\d\.\d\d)\n", done.stdout)[1]) < 1.1
-    assert re.search(r"\n[45] differences between what is written", done.stdout)
-    assert done.stdout.count(" times a step: joined end to end with others: as many bytes in all") in (4, 5)
+    text = compiled_plan("scale", "program=train_any", "hardware=h200", *keys.split())
+    assert 1 / 1.1 < float(re.search(r"ratio (\d\.\d\d)\n", text)[1]) < 1.1
+    assert re.search(r"\n[45] differences between what is written", text)
+    assert text.count(" times a step: joined end to end with others: as many bytes in all") in (4, 5)
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_bytes():
     """XLA refuses a step of 16 times the batch on a TPU v5e: one error, no traceback."""
-    done = compiled_plan("c4_a100x8_84m", "training.tokens.batch=4096", "hardware=tpu_v5e", "hosts=1")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"error: XLA says that it does not fit \(forecast [\d.]+ GB\): .*\d[KMG]", done.stderr)
+    keys = "training.tokens.batch=4096", "hardware=tpu_v5e", "hosts=1"
+    error = compiled_plan("c4_a100x8_84m", *keys, status=1)
+    assert re.search(r"error: XLA says that it does not fit \(forecast [\d.]+ GB\): .*\d[KMG]", error)
+    assert "Traceback" not in error

@@ -1,13 +1,13 @@
 """tools.score: log likelihoods against transformers and a plain model, tasks of files and of lm-eval-harness."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import reference
 import small
-from pages import ROOT, module_of
+from pages import ROOT
 from parts import assert_refuses, says
 from published import FOLDER, NAMES, on_mesh, weights_of
-from several_hosts import where
+from ragged import write_lines
+from several_hosts import records, where
 
 from models import huggingface, likelihoods
-from models.decoding import Generator, Programs
+from models.decoding import Generator
 from runtime import program
 from runtime.checkpoints.checkpoint import open_newest, read_leaf
 from runtime.data import tokenizers
@@ -32,14 +33,9 @@ from runtime.terminal import RunError
 from tools import ready, score, tasks
 from tools.harness import Harness, Judge
 
-MESHES = [(1, 1), (2, 2)]
-QUICK = (("llama", (2, 2)), ("gemma3", (2, 2)))
-CASES = [
-    pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow)
-    for name in NAMES
-    for mesh in MESHES
-    if (FOLDER / name / "scores.json").exists()
-]
+SCORED = [name for name in NAMES if (FOLDER / name / "scores.json").exists()]
+QUICK = ("llama", (2, 2, 2)), ("gemma3", (2, 2))
+CASES = [(name, mesh) for name in SCORED for mesh in ((1, 1), (2, 2))]
 
 
 # == Log likelihoods ===================================================================================================
@@ -59,27 +55,24 @@ def scorer_of(name, pool, length=64):
     return tasks.Scorer(ready.ReadyModel(generator, source, None, (), (), length), rows=2, length=length)
 
 
-@pytest.mark.usefixtures("proved_elsewhere")
-@pytest.mark.parametrize("name, mesh", CASES, ids=str)
-def test_log_likelihoods_are_those_of_transformers(name, mesh, pool):
+@pytest.mark.parametrize("case", [*QUICK, *small.slow(*(case for case in CASES if case not in QUICK))], ids=str)
+def test_log_likelihoods_are_those_of_transformers(case, pool):
     """Nine packed continuations of three contexts agree to 1e-4 nats, and so does whether greedy decoding writes them.
-    Scored one by one they are the same to rounding."""
+    Scored one by one they are the same to rounding. The check accepts the program."""
+    name, mesh = case
     expected = json.loads((FOLDER / name / "scores.json").read_text())
     pairs = [(record["context"], record["continuation"]) for record in expected]
-    with on_mesh(*mesh):
+    with on_mesh(**dict(zip("dtr", mesh))):
         scorer = scorer_of(name, pool)
-        found = scorer(pairs)
-        alone = [scorer([pair])[0] for pair in pairs]
-    np.testing.assert_allclose(
-        [a for a, _ in found], [record["log_likelihood"] for record in expected], atol=1e-4, rtol=0
-    )
-    assert [greedy for _, greedy in found] == [record["is_greedy"] for record in expected]
-    np.testing.assert_allclose([a for a, _ in found], [a for a, _ in alone], atol=2e-5, rtol=0)
-    assert [greedy for _, greedy in alone] == [greedy for _, greedy in found]
+        found, alone = scorer(pairs), [scorer([pair])[0] for pair in pairs]
+    for sums, atol in (([record["log_likelihood"] for record in expected], 1e-4), ([a for a, _ in alone], 2e-5)):
+        np.testing.assert_allclose([a for a, _ in found], sums, atol=atol, rtol=0)
+    for greedy in ([record["is_greedy"] for record in expected], [greedy for _, greedy in alone]):
+        assert [found_greedy for _, found_greedy in found] == greedy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if (FOLDER / name / "scores.json").exists()])
+@pytest.mark.parametrize("name", SCORED)
 def test_log_likelihoods_are_those_of_lm_eval_harness(name, pool, record_property):
     """200 packed pairs agree to 1e-4 nats with the harness' own HFLM, and the verdicts are equal."""
     kept = json.loads((FOLDER.parents[1] / "golden/harness.json").read_text())
@@ -115,30 +108,11 @@ def test_packed_rows_have_all_that_each_continuation_needs(length):
     assert (row[2] > 0).sum() == len(contexts[0]) - 1 + 2 + 1 + len(contexts[1])
 
 
-def check_score(path, source):
-    """Checks the program of a likelihoods.py with a small Qwen2 on 4 x 2; returns the number of claims."""
-    module = module_of(path, source)
-    family = huggingface.family_of("qwen2", "here")
-    model = family.Model(
-        d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256, qkv_bias=True
-    )
-    weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
-    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        ends, stack = jax.eval_shape(Programs(family, model, weights).mapped("gather"), weights)
-    rows = module.Packed(*(jax.ShapeDtypeStruct((16, 32), kind) for kind in (np.uint32, np.uint32, *[np.int32] * 3)))
-    return module.mapped(family, model, stack).check(mesh, ends, stack, rows)
-
-
-def test_scoring_is_accepted(tmp_path):
-    """The check accepts the program; its collectives are models/reading.py's."""
-    assert check_score(tmp_path / "likelihoods.py", (ROOT / "models/likelihoods.py").read_text()) > 50
-
-
 # == Tasks of files ====================================================================================================
 @pytest.fixture
-def said(called, proved_elsewhere):
-    """What `python -m tools.score <arguments>` prints, or says of an error."""
+def said(called, proved_elsewhere, tmp_path, monkeypatch):
+    """What `python -m tools.score <arguments>` prints, or says of an error, in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
 
     def call(*arguments, status=0):
         found, out, error = called(score.main, score.Score, *arguments)
@@ -153,9 +127,9 @@ def values_of(table):
     return {tuple(line.split()[:2]): float(line.split()[2]) for line in table.splitlines()[1:]}
 
 
-def jsonl(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+def as_bits(nats, count):
+    """The bits a byte, as the table rounds them."""
+    return pytest.approx(nats / count / math.log(2), abs=1e-4)
 
 
 TEXT = "the cat sat on the mat. the mat sat on the cat."
@@ -184,57 +158,44 @@ def nats_of(cat_run, text, length, pool, bos_id=None, **keys):
     return nats
 
 
-def test_bits_a_byte_are_those_of_the_plain_formula(cat_run, said, tmp_path, pool):
+def test_bits_a_byte_are_those_of_the_plain_formula(cat_run, said, pool):
     """The float64 reference gives the same for a text in three windows of 20 bytes and for lines of .jsonl."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    lines = jsonl(tmp_path / "texts.jsonl", {"text": TEXT[:13], "from": "a cat"}, {"text": TEXT})
-    found = values_of(said(cat_run, tmp_path / "text.txt", lines, "length=20", "rows=2"))
+    Path("text.txt").write_text(TEXT)
+    write_lines("texts.jsonl", [{"text": TEXT[:13], "from": "a cat"}, {"text": TEXT}])
+    found = values_of(said(cat_run, "text.txt", "texts.jsonl", "length=20", "rows=2"))
     whole, part = (nats_of(cat_run, text, 20, pool) for text in (TEXT, TEXT[:13]))
-    name, names = str(tmp_path / "text.txt"), str(lines)
-    assert found[name, "bits_per_byte"] == pytest.approx(whole / len(TEXT) / math.log(2), abs=1e-4)
-    assert found[name, "perplexity"] == pytest.approx(math.exp(whole / len(TEXT)), abs=1e-4)
-    both = (whole + part) / (len(TEXT) + 13)
-    assert found[names, "bits_per_byte"] == pytest.approx(both / math.log(2), abs=1e-4)
+    assert found["text.txt", "bits_per_byte"] == as_bits(whole, len(TEXT))
+    assert found["text.txt", "perplexity"] == pytest.approx(math.exp(whole / len(TEXT)), abs=1e-4)
+    assert found["texts.jsonl", "bits_per_byte"] == as_bits(whole + part, len(TEXT) + 13)
 
 
-def test_choices_and_a_file_of_answers(cat_run, said, tmp_path):
+def test_choices_and_a_file_of_answers(cat_run, said):
     """A model that knows one sentence chooses how it goes on; each answer is a line, and what is too long is cut."""
-    task = jsonl(
-        tmp_path / "exam.jsonl",
+    write_lines("exam.jsonl", [
         {"context": "the cat sat", "choices": ["in a hat", "on the mat."], "answer": 1},
         {"context": "the cat sat on the mat. " * 3, "choices": ["a dog", "the cat", "zebras"], "answer": 2},
-    )
-    table = said(cat_run, task, f"to={tmp_path}/out.jsonl")
-    found = values_of(table)
-    assert [found[str(task), name] for name in ("acc", "acc_norm", "acc_bytes")] == [0.5, 0.5, 0.5]
-    assert f"{task}  acc        0.5000  0.5000   2" in table
-    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert first["task"] == str(task) and (first["number"], first["acc"], second["acc"]) == (0, 1.0, 0.0)
+    ])  # fmt: skip
+    table = said(cat_run, "exam.jsonl", "to=out.jsonl")
+    assert [values_of(table)["exam.jsonl", name] for name in ("acc", "acc_norm", "acc_bytes")] == [0.5, 0.5, 0.5]
+    assert "exam.jsonl  acc        0.5000  0.5000   2" in table
+    first, second = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    assert (first["task"], first["number"], first["acc"], second["acc"]) == ("exam.jsonl", 0, 1.0, 0.0)
     assert len(second["log_likelihoods"]) == 3 and np.argmax(second["log_likelihoods"]) == 1
     assert first["context"] == "the cat sat"
 
 
 def test_normalized_accuracy_by_hand():
     """With log likelihoods -4 and -6 the first is best by sum, and the longer one by character and by byte."""
+    scorer = mock.Mock(return_value=[(-4.0, False), (-6.0, False)], pair=lambda *pair: pair)
 
-    class Fixed:
-        def __init__(self, *sums):
-            self.sums = sums
-
-        def __call__(self, pairs):
-            return [(total, False) for total in self.sums]
-
-        def pair(self, context, continuation):
-            return context, continuation
-
-    def scored(sums, choices, answer):
+    def scored(choices, answer):
         record = tasks.Choices(context="", choices=choices, answer=answer)
-        (found,) = tasks.score_choices(Fixed(*sums), [record], tasks.Scoring())
+        (found,) = tasks.score_choices(scorer, [record], tasks.Scoring())
         return [found[name] for name in ("acc", "acc_norm", "acc_bytes")]
 
-    assert scored((-4.0, -6.0), ("ab", "abcd"), 0) == [1, 0, 0]
-    assert scored((-4.0, -6.0), ("ab", "abcd"), 1) == [0, 1, 1]
-    assert scored((-4.0, -6.0), ("éé", "abcd"), 0) == [1, 0, 1]  # 2 characters, 4 bytes
+    assert scored(("ab", "abcd"), 0) == [1, 0, 0]
+    assert scored(("ab", "abcd"), 1) == [0, 1, 1]
+    assert scored(("éé", "abcd"), 0) == [1, 0, 1]  # 2 characters, 4 bytes
 
 
 def test_exact_match_and_rouge_by_hand():
@@ -250,36 +211,29 @@ def test_exact_match_and_rouge_by_hand():
 
 def test_what_cannot_be_asked_is_refused():
     """A chat without a template, and answers that leave no room for a question."""
-
-    def ids_of(prompt):
-        raise ChatError("the tokenizer bytes_utf8 has no chat template")
-
-    scorer = tasks.Scorer.__new__(tasks.Scorer)
-    scorer.length, scorer.kind, scorer.ready = 32, "decoder", SimpleNamespace(ids_of=ids_of)
+    scorer, no_template = tasks.Scorer.__new__(tasks.Scorer), ChatError("the tokenizer bytes_utf8 has no chat template")
+    scorer.length, scorer.kind, scorer.ready = 32, "decoder", mock.Mock(ids_of=mock.Mock(side_effect=no_template))
     config = ready.Writing(tokens=8)
     assert_refuses("chat=true: … no chat template", scorer.write, [[{"role": "user", "content": "?"}]], config)
     assert_refuses("tokens = 32: expected fewer than … 32", scorer.write, ["?"], dataclasses.replace(config, tokens=32))
 
 
-def test_questions_are_answered(cat_run, said, tmp_path):
+def test_questions_are_answered(cat_run, said):
     """What the model goes on with, cut at `stop`, is compared with the answer."""
-    task = jsonl(
-        tmp_path / "ask.jsonl",
-        {"question": "the cat sat on", "answer": "the mat"},
-        {"question": "the cat", "answer": ["x"]},
-    )
-    found = values_of(said(cat_run, task, "tokens=12", "stop=[.]"))
-    assert found[str(task), "exact_match"] == 0.5 and 0.5 <= found[str(task), "rougeL"] < 1
-    assert "tokens = 64: expected fewer than the 32" in said(cat_run, task, "tokens=64", status=1)
+    questions = {"the cat sat on": "the mat", "the cat": ["x"]}
+    write_lines("ask.jsonl", [{"question": question, "answer": answer} for question, answer in questions.items()])
+    found = values_of(said(cat_run, "ask.jsonl", "tokens=12", "stop=[.]"))
+    assert found["ask.jsonl", "exact_match"] == 0.5 and 0.5 <= found["ask.jsonl", "rougeL"] < 1
+    assert "tokens = 64: expected fewer than the 32" in said(cat_run, "ask.jsonl", "tokens=64", status=1)
 
 
-def test_a_missing_package_is_one_line(said, tmp_path, monkeypatch):
+def test_a_missing_package_is_one_line(said, monkeypatch):
     """The line has the command that installs it; nothing is read before."""
     for package in ("rouge_score", "lm_eval"):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"{package}.tasks", raising=False)
-    task = jsonl(tmp_path / "ask.jsonl", {"question": "a", "answer": "b"})
-    for package, given in (("rouge_score", task), ("lm_eval", "harness=arc_easy")):
+    write_lines("ask.jsonl", [{"question": "a", "answer": "b"}])
+    for package, given in (("rouge_score", "ask.jsonl"), ("lm_eval", "harness=arc_easy")):
         parts = f"error: … needs the package {package} … pip install -r requirements-score.txt"
         assert says(parts, refused := said("nowhere", given, status=1)) and refused.count("\n") == 1
 
@@ -295,11 +249,10 @@ def test_a_missing_package_is_one_line(said, tmp_path, monkeypatch):
     ('{"choices": ["a"], "context": "", "answer": 1}', "FILE, line 1: answer = 1: … 1 choices, from 0"),
     ('{"choices": ["a"], "context": "", "answer": "a"}', "FILE, line 1: answer"),
 ])  # fmt: skip
-def test_a_task_that_is_wrong_is_refused(said, tmp_path, content, message):
+def test_a_task_that_is_wrong_is_refused(said, content, message):
     """One line with the file and the line in it, before the model is read."""
-    task = tmp_path / "task.jsonl"
-    task.write_text(content)
-    assert says(message.replace("FILE", str(task)), said("nowhere", task, status=1))
+    Path("task.jsonl").write_text(content)
+    assert says(message.replace("FILE", "task.jsonl"), said("nowhere", "task.jsonl", status=1))
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -307,6 +260,7 @@ def test_a_task_that_is_wrong_is_refused(said, tmp_path, content, message):
     (["nowhere.txt"], "the task nowhere.txt cannot be read: "),
     (["harness=arc_easy", "chat=true"], "chat=true is for questions in files"),
     ([ROOT / "LICENSE"], "golden/llama has no tokenizer"),
+    ([ROOT / "LICENSE", "num_fewshot=2"], "harness = null: include_path and num_fewshot are for"),
     ([ROOT / "LICENSE", "to=/nowhere/x"], "to=/nowhere/x cannot be written: "),
     ([ROOT / "LICENSE", f"to={ROOT}/LICENSE"], "LICENSE is one of the tasks … give another file"),
 ])  # fmt: skip
@@ -352,22 +306,23 @@ def in_training(source, **keys):
     )
 
 
-def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool):
+def as_printed(found):
+    """{(task, metric): value} of a run's metrics, score/TASK/METRIC."""
+    return {tuple(name.split("/")[1:]): round(value, 4) for name, value in found.items()}
+
+
+def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, pool):
     """A run's weights, scored twice, give the numbers of its checkpoint on the command line."""
-    exam = jsonl(tmp_path / "exam.jsonl", *EXAM)
-    (tmp_path / "text.txt").write_text(TEXT)
+    write_lines("exam.jsonl", EXAM)
+    Path("text.txt").write_text(TEXT)
     source = huggingface.open_weights(cat_run, pool)
-    files = str(exam), f"{tmp_path}/text.txt"
-    config = in_training(source, eval_tasks=files)
+    config = in_training(source, eval_tasks=("exam.jsonl", "text.txt"))
     with on_mesh(1, 1):
         weights, _ = weights_of(source, pool)
         scorer = tasks.InRun(config, kept_tokenizer(cat_run), lambda trained: trained, 0)
         (found, samples), again = scorer(weights), scorer(weights)
     assert (found, samples) == again and samples == "" and scorer.scorer.ready.generator.weights is None
-    expected = values_of(said(cat_run, exam, tmp_path / "text.txt"))
-    assert {name: round(value, 4) for name, value in found.items()} == {
-        f"score/{task.rsplit('/')[-1]}/{metric}": value for (task, metric), value in expected.items()
-    }
+    assert as_printed(found) == values_of(said(cat_run, "exam.jsonl", "text.txt"))
     assert sorted(scorer.metrics) == sorted(found)
     config.initial_weights = FOLDER / "llama"  # published: their config and tokenizer say what ends and begins a text
     with on_mesh(1, 1):
@@ -385,9 +340,9 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     the merged weights; its page has an answer, and the first best score ends the run."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    files = [jsonl(tmp_path / "exam.jsonl", *EXAM), text]
+    files = [write_lines(tmp_path / "exam.jsonl", EXAM), text]
     if importlib.util.find_spec("rouge_score"):
-        files.append(jsonl(tmp_path / "ask.jsonl", {"question": "the cat sat on the", "answer": "mat"}))
+        files.append(write_lines(tmp_path / "ask.jsonl", [{"question": "the cat sat on the", "answer": "mat"}]))
     overrides = f"""
         flat_tokens.filespec={cat_run.parent}/text.zarr paths.root_working_dir={tmp_path} paths.model_name=run
         mesh.d=2 initial_weights={cat_run} lora.rank=2 training.learning_rate=0.3
@@ -398,13 +353,11 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     command = [sys.executable, "-m", "train_any", "--config-name=finetune_smollm2", *overrides.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    scored = [line for line in lines if "score/exam.jsonl/acc" in line]
-    said_last = " ".join(done.stdout.split())
+    scored = [line for line in records(tmp_path / "run") if "score/exam.jsonl/acc" in line]
     of_one = [line["score/exam.jsonl/acc"] for line in scored]  # each 0 or 1, so that it is best at step 2, 4 or 6
     end = 2 * of_one.index(max(of_one)) + 6
     assert [line["step"] for line in scored] == list(range(2, end + 1, 2))
-    assert f"{end} of 12: the best score/exam.jsonl/acc, " in said_last
+    assert f"{end} of 12: the best score/exam.jsonl/acc, " in " ".join(done.stdout.split())
     bits = values_of(said(tmp_path / "run", text, "length=32", "compute_dtype=float32"))[str(text), "bits_per_byte"]
     logged = [line["score/text.txt/bits_per_byte"] for line in scored]
     assert logged[-1] == pytest.approx(bits, abs=2e-4) and abs(logged[0] - logged[-1]) > 0.01
@@ -414,13 +367,14 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
 
 
 # == A run's own program ===============================================================================================
-def test_its_own_program_scores_a_run_as_models_do(cat_run, said, tmp_path):
+def test_its_own_program_scores_a_run_as_models_do(cat_run, said):
     """Choices and a text, on two devices: the log likelihoods are those of models/."""
-    files, lines = [jsonl(tmp_path / "exam.jsonl", *EXAM), tmp_path / "text.txt"], []
-    files[1].write_text(TEXT[:31])
+    write_lines("exam.jsonl", EXAM)
+    Path("text.txt").write_text(TEXT[:31])
+    lines = []
     for keys in ([], ["program=run", "mesh.d=2"]):
-        said(cat_run, *files, f"to={tmp_path}/out.jsonl", *keys)
-        found = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        said(cat_run, "exam.jsonl", "text.txt", "to=out.jsonl", *keys)
+        found = map(json.loads, Path("out.jsonl").read_text().splitlines())
         lines.append([x for line in found for x in line.get("log_likelihoods", [line.get("log_likelihood")])])
     assert lines[0] == pytest.approx(lines[1], abs=1e-4) and len(lines[0]) == 3
 
@@ -436,22 +390,21 @@ def changed_run(cat_run, tmp_path, monkeypatch):
     return changed
 
 
-def test_a_changed_program_is_scored_by_itself(changed_run, said, tmp_path, pool):
+def test_a_changed_program_is_scored_by_itself(changed_run, said, pool):
     """models/ refuse the run, and name what differs and program=run. With that its bits a byte are those of the plain
     formula with the other base; all windows begin with bos_id. A comment in program.py changes nothing."""
-    (tmp_path / "text.txt").write_text(TEXT[:31])
-    refused = said(changed_run, tmp_path / "text.txt", status=1)
+    Path("text.txt").write_text(TEXT[:31])
+    refused = said(changed_run, "text.txt", status=1)
     assert says("differ (rotary) … tools.score program=run", refused)
-    found = values_of(said(changed_run, tmp_path / "text.txt", "program=run"))
+    found = values_of(said(changed_run, "text.txt", "program=run"))
     nats, before = (nats_of(changed_run, TEXT[:31], 32, pool, **keys) for keys in ({"rope_max_timescale": 50.0}, {}))
-    assert found[str(tmp_path / "text.txt"), "bits_per_byte"] == pytest.approx(nats / 31 / math.log(2), abs=1e-4)
-    assert abs(nats - before) > 0.1
-    (tmp_path / "text.txt").write_text(TEXT)
+    assert found["text.txt", "bits_per_byte"] == as_bits(nats, 31) and abs(nats - before) > 0.1
+    Path("text.txt").write_text(TEXT)
     with (changed_run / "program.py").open("a") as file:
         file.write("# a comment\n")
-    found = values_of(said(changed_run, tmp_path / "text.txt", "program=run", "length=20"))
+    found = values_of(said(changed_run, "text.txt", "program=run", "length=20"))
     nats = nats_of(changed_run, TEXT, 20, pool, bos_id=0, rope_max_timescale=50.0)
-    assert found[str(tmp_path / "text.txt"), "bits_per_byte"] == pytest.approx(nats / 47 / math.log(2), abs=1e-4)
+    assert found["text.txt", "bits_per_byte"] == as_bits(nats, 47)
 
 
 def test_any_trainer_scores_its_run(cat_run, said, monkeypatch, tmp_path, pool, capsys):
@@ -462,44 +415,46 @@ def test_any_trainer_scores_its_run(cat_run, said, monkeypatch, tmp_path, pool, 
     keys = [*where(tmp_path / "abc"), data, "model.vocab=260", f"--config-dir={ROOT}/tests", "--config-name=abc"]
     assert small.start(monkeypatch, abc.main, abc.Config, *keys) == 0
     capsys.readouterr()
-    (text := tmp_path / "text.txt").write_text(TEXT[:31])
-    found = values_of(said(tmp_path / "abc", text, "program=run", "mesh.t=2"))
+    Path("text.txt").write_text(TEXT[:31])
+    own = [tmp_path / "abc", "text.txt", "program=run"]
+    found = values_of(said(*own, "mesh.t=2"))
     arrays = open_newest(str(tmp_path / "abc"), pool)
     table, w_in, w_out = (read_leaf(arrays, f"weights/{name}", pool) for name in ("table", "w_in", "w_out"))
     ids = [0, *(byte + 1 for byte in TEXT[:31].encode())]
     x = table[ids[:-1]]
     logits = (x + np.tanh(x @ w_in) @ w_out.T) @ table.T
     nats = (np.log(np.exp(logits).sum(-1)) - logits[np.arange(31), ids[1:]]).sum()
-    assert found[str(text), "bits_per_byte"] == pytest.approx(nats / 31 / math.log(2), abs=1e-4)
-    refused = said(tmp_path / "abc", text, "program=run", "mesh.d=2", status=1)
-    assert says("mesh.d: the program of … has the axes a, t, c", refused)
-    refused = said(tmp_path / "abc", text, "program=run", "compute_dtype=float32", status=1)
-    assert says("compute_dtype: the model of … no such key: leave it out", refused)
+    assert found["text.txt", "bits_per_byte"] == as_bits(nats, 31)
+    for key, message in (
+        ("mesh.d=2", "mesh.d: the program of … has the axes a, t, c"),
+        ("compute_dtype=float32", "compute_dtype: the model of … no such key: leave it out"),
+    ):
+        assert says(message, said(*own, key, status=1))
 
 
-def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch, tmp_path):
+def test_what_its_own_program_does_not_score(changed_run, said, monkeypatch):
     """Each is refused in one line."""
-    text, ask = tmp_path / "text.txt", jsonl(tmp_path / "ask.jsonl", {"question": "who?", "answer": "a cat"})
-    text.write_text(TEXT)
-    own = [changed_run, "program=run"]
-    for asked in ([ask], ["harness=arc_easy"], [text, "rows=2"]):
+    write_lines("ask.jsonl", [{"question": "who?", "answer": "a cat"}])
+    Path("text.txt").write_text(TEXT)
+    own, file = [changed_run, "program=run"], changed_run / "program.py"
+    for asked in (["ask.jsonl"], ["harness=arc_easy"], ["text.txt", "rows=2"]):
         assert "program=run scores choices and texts, one by one" in said(*own, *asked, status=1)
     with monkeypatch.context() as patch:
         hashes = program._hashes
         patch.setattr(program, "_hashes", lambda *of: hashes(*of) | {"kernels.attention": "of another"})
-        refused = said(*own, text, status=1)
+        refused = said(*own, "text.txt", status=1)
         assert says("program.py imports what has changed … (kernels.attention)", refused)
-        said(*own, text, "allow_program_change=true")
+        said(*own, "text.txt", "allow_program_change=true")
     with monkeypatch.context() as patch:
         patch.setattr(program, "_record", lambda of: None)
-        assert "program.py is not the program that its checkpoint" in said(*own, text, status=1)
-    with (changed_run / "program.py").open("a") as file:
-        file.write("edited = 1\n")
-    assert "program.py is not the program that its checkpoint" in said(*own, text, status=1)
-    (changed_run / "program.py").write_text("(")
-    assert "program.py is no Python: SyntaxError" in said(*own, text, status=1)
-    (changed_run / "program.py").unlink()
-    assert "program.py cannot be read" in said(*own, text, status=1)
+        assert "program.py is not the program that its checkpoint" in said(*own, "text.txt", status=1)
+    for change, message in (
+        (lambda: file.write_text(f"{file.read_text()}edited = 1\n"), "is not the program that its checkpoint"),
+        (lambda: file.write_text("("), "is no Python: SyntaxError"),
+        (file.unlink, "cannot be read"),
+    ):
+        change()
+        assert f"program.py {message}" in said(*own, "text.txt", status=1)
 
 
 # == Tasks of lm-eval-harness ==========================================================================================
@@ -521,8 +476,8 @@ def harness(tmp_path, monkeypatch):
     """The keys that name these tasks."""
     lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-score.txt")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for name, records in HARNESS.items():
-        data = str(jsonl(tmp_path / f"{name}.jsonl", *records))
+    for name, documents in HARNESS.items():
+        data = str(write_lines(tmp_path / f"{name}.jsonl", documents))
         (file,) = (ROOT / lm_eval.__path__[0] / "tasks").rglob(f"{name}.yaml")
         about = {"include": str(file), "task": f"our_{name}", "dataset_path": "json", "dataset_name": None}
         about["dataset_kwargs"] = {"data_files": dict.fromkeys(("train", "validation", "test"), data)}
@@ -536,29 +491,24 @@ def harness(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, harness):
+def test_tasks_of_lm_eval_harness(cat_run, said, harness):
     """Multiple choice, answers, texts and a group, end to end, on data in a folder; the first and the last as our own
     tasks give them."""
-    given = [*(f"{key}={value}" for key, value in harness.items()), "tokens=12", f"to={tmp_path}/out.jsonl"]
-    texts = jsonl(tmp_path / "texts.jsonl", *({"text": document["page"]} for document in HARNESS["wikitext"]))
-    exam = jsonl(
-        tmp_path / "exam.jsonl",
-        *(
-            {"context": f"Question: {ARC['question']}\nAnswer:", "choices": ARC["choices"]["text"], "answer": answer}
-            for answer in (1, 1, 0)
-        ),
-    )
-    found = values_of(said(cat_run, exam, texts, *given))
+    given = [*(f"{key}={value}" for key, value in harness.items()), "tokens=12", "to=out.jsonl"]
+    write_lines("texts.jsonl", [{"text": document["page"]} for document in HARNESS["wikitext"]])
+    asked = {"context": f"Question: {ARC['question']}\nAnswer:", "choices": ARC["choices"]["text"]}
+    write_lines("exam.jsonl", [{**asked, "answer": answer} for answer in (1, 1, 0)])
+    found = values_of(said(cat_run, "exam.jsonl", "texts.jsonl", *given))
     for metric in ("acc", "acc_norm"):
-        assert found["our_arc_easy", metric] == found[str(exam), metric]
+        assert found["our_arc_easy", metric] == found["exam.jsonl", metric]
     assert found["ours", "acc"] == found["our_arc_easy", "acc"]
     assert found["our_hellaswag", "acc"] == 0.5
     assert found["our_nq_open", "exact_match,remove_whitespace"] == 0.5
-    assert found["our_wikitext", "bits_per_byte"] == found[str(texts), "bits_per_byte"]
-    kept = [json.loads(line)["task"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found["our_wikitext", "bits_per_byte"] == found["texts.jsonl", "bits_per_byte"]
+    kept = [json.loads(line)["task"] for line in Path("out.jsonl").read_text().splitlines()]
     asked = {f"our_{name}" for name in HARNESS for _ in HARNESS[name]}
-    assert kept[:5] == [str(exam)] * 3 + [str(texts)] * 2 and set(kept[5:]) == asked and len(kept) == 14
-    refused = said(cat_run, "harness=our_arc", f"include_path={tmp_path}", status=1)
+    assert kept[:5] == ["exam.jsonl"] * 3 + ["texts.jsonl"] * 2 and set(kept[5:]) == asked and len(kept) == 14
+    refused = said(cat_run, "harness=our_arc", "include_path=.", status=1)
     assert says("harness: … no task our_arc; the nearest is our_arc_easy", refused)
 
 
@@ -573,14 +523,5 @@ def test_a_run_scores_tasks_of_lm_eval_harness(cat_run, said, harness, pool):
         scorer = tasks.InRun(config, kept_tokenizer(cat_run), lambda trained: trained, 0, Judge(keys, "eval.harness"))
         (found, _), again = scorer(weights), scorer(weights)
     arguments = [*(f"{key}={value}" for key, value in harness.items()), "limit=2", "length=32", "tokens=16"]
-    expected = values_of(said(cat_run, *arguments))
     assert found == again[0] and sorted(found) == sorted(scorer.metrics)
-    assert {name: round(value, 4) for name, value in found.items()} == {
-        f"score/{task}/{metric}": value for (task, metric), value in expected.items()
-    }
-
-
-def test_keys_of_lm_eval_harness_need_a_task():
-    """They would do nothing."""
-    with pytest.raises(ValueError, match=r"^harness: include_path and num_fewshot are for"):
-        Harness(num_fewshot=2)
+    assert as_printed(found) == values_of(said(cat_run, *arguments))

@@ -3,80 +3,56 @@
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 from browser import ENTER, browser
+from pages import ROOT
 from parts import says
+from several_hosts import free_port, wait_until
 
-from tools import engine, ready, serve
-from tools.hosts import Calls
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools import serve
 
 
 class Server:
-    """`python -m tools.serve` in a process of its own."""
+    """`python -m tools.serve` in a process of its own, and clients of it."""
 
     def __init__(self, *arguments):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=600)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.complete = functools.partial(self.client.completions.create, model="cat")
+        self.chat = functools.partial(self.client.chat.completions.create, model="cat")
         command = [sys.executable, "-m", "tools.serve", *map(str, arguments), f"port={port}"]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""})
-        end = time.monotonic() + 300
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                return self.get("/health") and None
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError("the server does not answer")
+        wait_until(self.answers, limit_s=300)
 
-    def get(self, path):
-        with urllib.request.urlopen(self.url + path, timeout=600) as answer:
-            return answer.read().decode()
-
-    def post(self, path, body):
-        """The status and what is said."""
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as refused:
-            return refused.code, json.load(refused)
+    def answers(self):
+        assert self.process.poll() is None
+        with contextlib.suppress(httpx.TransportError):
+            return self.http.get("/health").text == "ok\n"
 
     def metrics(self):
-        return {
-            line.split()[0].removeprefix("clearshard_"): int(line.split()[1])
-            for line in self.get("/metrics").splitlines()
-        }
+        lines = map(str.split, self.http.get("/metrics").text.splitlines())
+        return {name.removeprefix("clearshard_"): int(number) for name, number in lines}
 
     def idle(self):
         """What it has counted, when no row is in use and nobody waits."""
-        end = time.monotonic() + 600
-        while (metrics := self.metrics())["rows_in_use"] or metrics["waiting"]:
-            assert time.monotonic() < end, metrics
-            time.sleep(0.1)
-        return metrics
+        wait_until(lambda: not (metrics := self.metrics())["rows_in_use"] and not metrics["waiting"])
+        return self.metrics()
 
     def stop(self):
         self.client.close()
+        self.http.close()
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(600) in (0, -signal.SIGTERM)
 
@@ -89,18 +65,19 @@ def server(cat_run):
 
 
 def test_an_openai_client_completes_and_streams(server):
-    """The package `openai`, unchanged: a text at once and as it comes, ended by a stop, counted; none has left."""
-    client, before = server.client, server.idle()
-    given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0)
-    whole = client.completions.create(**given)
+    """The package `openai`, unchanged: a text at once and as it comes, counted; none has left. With include_usage the
+    last event of a stream has the counts of the whole answer; without there is none."""
+    before, given = server.idle(), dict(prompt="the cat sat", max_tokens=20, temperature=0)
+    whole = server.complete(**given)
     assert whole.choices[0].text == " on the mat. the cat" and whole.choices[0].finish_reason == "length"
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (12, 20)
-    streamed = [chunk.choices[0] for chunk in client.completions.create(**given, stream=True)]
-    assert "".join(choice.text for choice in streamed) == whole.choices[0].text
-    assert streamed[-1].finish_reason == "length"
-    stopped = client.completions.create(**given, stop=["mat"])
-    assert stopped.choices[0].text == " on the " and stopped.choices[0].finish_reason == "stop"
-    assert [model.id for model in client.models.list()] == ["cat"]
+    *chunks, last = server.complete(**given, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage == whole.usage
+    for streamed in (chunks, [*server.complete(**given, stream=True)]):
+        assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
+        assert streamed[-1].choices[0].finish_reason == "length"
+        assert all(chunk.usage is None for chunk in streamed)
+    assert [model.id for model in server.client.models.list()] == ["cat"]
     counted = server.idle()
     assert counted.get("left", 0) == before.get("left", 0) and counted["answered"] == before.get("answered", 0) + 3
 
@@ -122,11 +99,9 @@ OTHERS_WITHOUT_EFFECT = dict(
 
 def test_parameters_without_effect(server):
     """Values that change nothing are taken; max_completion_tokens is the newer name of max_tokens."""
-    create = functools.partial(server.client.completions.create, model="cat", **SAMPLED)
-    expected, given = create(), create(**WITHOUT_EFFECT)
+    expected, given = server.complete(**SAMPLED), server.complete(**SAMPLED, **WITHOUT_EFFECT)
     assert given.choices == expected.choices and given.usage == expected.usage
-    messages = [{"role": "user", "content": "the cat"}]
-    create = functools.partial(server.client.chat.completions.create, messages=messages, model="cat", seed=3)
+    create = functools.partial(server.chat, messages=[{"role": "user", "content": "the cat"}], seed=3)
     expected = create(max_tokens=8)
     for more in (CHAT_WITHOUT_EFFECT, OTHERS_WITHOUT_EFFECT):
         given = create(max_completion_tokens=8, **more)
@@ -140,7 +115,7 @@ def texts_of(completion):
 def test_several_answers(server):
     """A list of prompts, as texts or as ids, and n: each answer is that of a request of its own, whose seed is the next
     one. A prompt counts once."""
-    create = functools.partial(server.client.completions.create, model="cat", max_tokens=6, temperature=1.5)
+    create = functools.partial(server.complete, max_tokens=6, temperature=1.5)
     alone = [create(prompt=prompt, seed=seed) for prompt in ("the", "on the mat") for seed in (3, 4)]
     texts = [completion.choices[0].text for completion in alone]
     ids = [[0, *(byte + 1 for byte in prompt.encode())] for prompt in ("the", "on the mat")]
@@ -152,26 +127,21 @@ def test_several_answers(server):
     for chunk in create(prompt=ids, n=2, seed=3, stream=True):
         found[chunk.choices[0].index] += chunk.choices[0].text
     assert found == texts
-    assert texts_of(create(prompt=ids[0], seed=3)) == texts[:1]
-    assert texts_of(create(prompt=["the"], seed=3)) == texts[:1]
-    chats = server.client.chat.completions.create(
-        model="cat", messages=[{"role": "user", "content": "a"}], n=3, seed=3, max_tokens=4
-    )
+    for prompt in (ids[0], ["the"]):
+        assert texts_of(create(prompt=prompt, seed=3)) == texts[:1]
+    chats = server.chat(messages=[{"role": "user", "content": "a"}], n=3, seed=3, max_tokens=4)
     assert len({choice.message.content for choice in chats.choices}) > 1 and len(chats.choices) == 3
 
 
 def test_an_empty_prompt_begins_with_bos(server):
-    """ "" is the token that stands before a text; a list of none is refused."""
-    empty, begun = (
-        server.client.completions.create(model="cat", prompt=prompt, temperature=0, max_tokens=6)
-        for prompt in ("", [0])
-    )
+    """ "" is the token that stands before a text."""
+    empty, begun = (server.complete(prompt=prompt, temperature=0, max_tokens=6) for prompt in ("", [0]))
     assert texts_of(empty) == texts_of(begun) and empty.usage.prompt_tokens == 1
 
 
 def test_log_probabilities(server):
     """Those of the tokens that are drawn are the same at once and as they come; a chat has them in its own form."""
-    create = functools.partial(server.client.completions.create, model="cat", prompt="the cat", max_tokens=8, seed=1)
+    create = functools.partial(server.complete, prompt="the cat", max_tokens=8, seed=1)
     whole = create(logprobs=0).choices[0]
     assert "".join(whole.logprobs.tokens) == whole.text and len(whole.logprobs.token_logprobs) == 8
     assert all(logprob < 0 for logprob in whole.logprobs.token_logprobs)
@@ -180,42 +150,33 @@ def test_log_probabilities(server):
     streamed = [number for logprobs in streamed if logprobs for number in logprobs.token_logprobs]
     assert streamed == whole.logprobs.token_logprobs
     assert create().choices[0].logprobs is None
-    chat = server.client.chat.completions.create(
-        model="cat", messages=[{"role": "user", "content": "a"}], logprobs=True, max_tokens=5, seed=1
-    ).choices[0]
+    (chat,) = server.chat(messages=[{"role": "user", "content": "a"}], logprobs=True, max_tokens=5, seed=1).choices
     content = chat.logprobs.content
     assert "".join(token.token for token in content) == chat.message.content
     assert all(token.logprob < 0 for token in content)
     assert [token.top_logprobs for token in content] == [[]] * 5
 
 
-def test_usage_in_a_stream(server):
-    """With include_usage the last event has the counts of the whole answer; without there is none."""
-    given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0, stream=True)
-    *chunks, last = server.client.completions.create(**given, stream_options={"include_usage": True})
-    assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (12, 20)
-    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
-    assert all(chunk.usage is None for chunk in server.client.completions.create(**given))
-
-
 def test_a_stop_ends_what_counts(server):
     """Tokens that a burst draws behind a stop are not counted, at once or as they come."""
-    given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0, stop=["mat", "zebra"])
-    whole = server.client.completions.create(**given, logprobs=0)
+    given = dict(prompt="the cat sat", max_tokens=20, temperature=0, stop=["mat", "zebra"])
+    whole = server.complete(**given, logprobs=0)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (" on the ", "stop")
     assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.tokens) == len(" on the mat")
-    *_, last = server.client.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    *_, last = server.complete(**given, stream=True, stream_options={"include_usage": True})
     assert last.usage == whole.usage
 
 
 def test_content_in_parts(server):
     """Content that is a list of texts is their concatenation; a picture is refused."""
-    create = functools.partial(server.client.chat.completions.create, model="cat", seed=1, max_tokens=6)
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
-    whole = create(messages=[{"role": "user", "content": "the cat"}])
-    assert create(messages=[{"role": "user", "content": parts}]).choices == whole.choices
+    whole, of_parts = (
+        server.chat(messages=[{"role": "user", "content": content}], seed=1, max_tokens=6)
+        for content in ("the cat", parts)
+    )
+    assert of_parts.choices == whole.choices
     with pytest.raises(openai.BadRequestError, match="expected content as text, or as parts"):
-        create(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        server.chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
 def test_the_model_by_its_name(server):
@@ -223,8 +184,8 @@ def test_the_model_by_its_name(server):
     assert server.client.models.retrieve("cat").id == "cat"
     for call in (
         lambda: server.client.models.retrieve("gpt-4"),
-        lambda: server.client.completions.create(model="gpt-4", prompt="a"),
-        lambda: server.client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "a"}]),
+        lambda: server.complete(model="gpt-4", prompt="a"),
+        lambda: server.chat(model="gpt-4", messages=[{"role": "user", "content": "a"}]),
     ):
         with pytest.raises(openai.NotFoundError, match="there is no model gpt-4 here, but cat"):
             call()
@@ -257,70 +218,8 @@ def test_the_model_by_its_name(server):
 ])  # fmt: skip
 def test_what_is_refused(server, body, message):
     """Status 400 and what was wrong, in the form that clients expect."""
-    status, said = server.post("/v1/completions", body)
-    assert status == 400 and says(message, said["error"]["message"])
-
-
-def test_answers_beside_others_are_those_alone(server):
-    """28 requests at once, each with its own seed and filters: rows come and go, the texts stay the same."""
-    requests = [dict(prompt="the cat"[:n], max_tokens=10 + n, temperature=1.5, seed=n, top_p=0.9) for n in range(1, 8)]
-    alone = [server.client.completions.create(model="cat", **request).choices[0].text for request in requests]
-
-    async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=20) as client:
-            some = [client.completions.create(model="cat", **request) for request in requests * 4]
-            return [completion.choices[0].text for completion in await asyncio.gather(*some)]
-
-    assert asyncio.run(ask()) == alone * 4
-    assert server.metrics()["rows_in_use"] == server.metrics()["waiting"] == 0
-
-
-def test_a_client_that_leaves_before_it_has_asked():
-    """In the middle of its request: nothing is submitted, and nothing raised."""
-    engine = SimpleNamespace(submit=lambda _: pytest.fail("submitted"))
-    application = serve.Api(None, engine, serve.Serve(model="none"))
-    pieces, sent = [dict(type="http.request", body=b"{", more_body=True), dict(type="http.disconnect")], []
-
-    async def receive():
-        return pieces.pop(0)
-
-    async def send(message):
-        sent.append(message)
-
-    headers = [(b"host", b"localhost")]
-    scope = dict(type="http", method="POST", path="/v1/completions", headers=headers, query_string=b"")
-    asyncio.run(application(scope, receive, send))
-    assert not pieces and sent[0]["status"] == 400
-
-
-def test_too_many_are_told_to_come_again():
-    """Two requests wait for an engine that takes nothing, and the third is refused; one that stops says so. Without the
-    api_key, where one is asked for, none is taken."""
-    model = ready.ReadyModel(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
-    config = serve.Serve(model="none", waiting=2, api_key="secret")
-    drawing = engine.Engine(Calls(SimpleNamespace(renew=lambda: None)), None, config.rows, config.waiting)
-    transport = httpx.ASGITransport(serve.Api(model, drawing, config))
-
-    async def ask():
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            post = functools.partial(client.post, "/v1/completions", json={"prompt": [1], "max_tokens": 5})
-            refused = [(await post(headers=headers)).status_code for headers in ({}, {"Authorization": "Bearer other"})]
-            post = functools.partial(post, headers={"Authorization": "Bearer secret"})
-            waiting = [asyncio.create_task(post()) for _ in range(2)]
-            while len(drawing.waiting) < 2:
-                await asyncio.sleep(0.01)
-            many = await post()
-            drawing.stop()
-            stops = await post()
-            for task in waiting:
-                task.cancel()
-            return refused, many, stops
-
-    refused, many, stops = asyncio.run(asyncio.wait_for(ask(), 60))
-    assert refused == [401, 401]
-    assert (many.status_code, many.headers["Retry-After"]) == (429, "1")
-    assert many.json()["error"]["message"] == "too many wait"
-    assert (stops.status_code, stops.json()["error"]["message"]) == (503, "the server stops")
+    refused = server.http.post("/v1/completions", content=body)
+    assert refused.status_code == 400 and says(message, refused.json()["error"]["message"])
 
 
 async def load(server, expected, clients, seconds):
@@ -355,12 +254,12 @@ async def load(server, expected, clients, seconds):
 
 
 def answers_alone(server):
-    """Some requests, and what each is answered when nobody else asks."""
+    """Some requests, each with its own seed and filter, and what each is answered when nobody else asks."""
     requests = [
         dict(model="cat", prompt="the cat sat"[:n], max_tokens=8 * n, temperature=1.5, seed=n, top_p=0.9)
         for n in range(1, 9)
     ]
-    return [(request, server.client.completions.create(**request).choices[0].text) for request in requests]
+    return [(request, server.complete(**request).choices[0].text) for request in requests]
 
 
 def test_clients_that_come_and_leave(server):
@@ -384,10 +283,8 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
     narrow window."""
     with browser(tmp_path) as chromium:
         chromium.open(server.url)
-        assert chromium.script("return [document.title, document.querySelector('h1').textContent]") == [
-            "cat · clearshard",
-            "cat",
-        ]
+        headings = chromium.script("return [document.title, document.querySelector('h1').textContent]")
+        assert headings == ["cat · clearshard", "cat"]
         assert chromium.script("return document.querySelector('link[rel=icon]').href").startswith("data:image/svg")
         chromium.script("""
             const ask = window.fetch;
@@ -406,8 +303,7 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
                 return document.querySelector("button").textContent == "Send"
                     && document.querySelectorAll(".assistant")[{number}].textContent
             """)
-            given = dict(model="cat", temperature=0, max_tokens=48)
-            told = server.client.chat.completions.create(messages=messages, **given)
+            told = server.chat(messages=messages, temperature=0, max_tokens=48)
             assert shown == told.choices[0].message.content
             messages.append({"role": "assistant", "content": shown})
         assert len({*chromium.script("return window.lengths")} - {0, 6, 7, 48}) > 0  # between nothing and all of it

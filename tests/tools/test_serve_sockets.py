@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from parts import says
+from several_hosts import wait_until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from models.decoding import Drawn
@@ -104,13 +106,25 @@ class Running:
         """The status and what is said."""
         client = http.client.HTTPConnection(*self.address, timeout=600)
         with contextlib.closing(client):
-            body = json.dumps(body if body is not None else {"prompt": "a", "max_tokens": 3, **keys}).encode()
-            client.request(
-                "POST" if path.startswith("/v1/c") else "GET", path, body, {"Host": "localhost", **dict(headers)}
-            )
+            body = json.dumps(body or {"prompt": "a", "max_tokens": 3, **keys}).encode()
+            method = "POST" if path.startswith("/v1/c") else "GET"
+            client.request(method, path, body, {"Host": "localhost", **dict(headers)})
             answer = client.getresponse()
-            text = answer.read()
+            text, self.retry_after = answer.read(), answer.getheader("Retry-After")
             return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
+
+    @contextlib.contextmanager
+    def held(self, count=1):
+        """So many requests, which nothing is drawn for within the block; then each has its answer."""
+        Slots.may_draw.clear()
+        with ThreadPoolExecutor(count) as pool:
+            answers = [pool.submit(self.ask) for _ in range(count)]
+            try:
+                wait_until(lambda: self.engine.counts["requests"] >= count and any(self.engine.answers))
+                yield
+            finally:
+                Slots.may_draw.set()
+            assert [answer.result()[1]["choices"][0]["text"] for answer in answers] == ["aaa"] * count
 
 
 @pytest.fixture
@@ -128,20 +142,17 @@ def running():
         server.end()
 
 
-def wait_until(holds):
-    """A test that waits longer fails by itself."""
-    for _ in range(60_000):
-        if holds():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never comes")
+def all_of(client):
+    """What the other side sends until it ends the connection."""
+    pieces = []
+    with contextlib.suppress(ConnectionError):
+        pieces.extend(iter(lambda: client.recv(65536), b""))
+    return b"".join(pieces)
 
 
 def is_closed(client):
     """Whether the other side has ended the connection; what it has sent is read."""
-    with contextlib.suppress(ConnectionError):
-        while client.recv(65536):
-            pass
+    all_of(client)
     return True
 
 
@@ -229,17 +240,9 @@ def test_an_answer_that_takes_long_is_not_ended(running, monkeypatch):
     looks, kept = [], bounds.Connection.look
     monkeypatch.setattr(bounds, "SLOW_S", 0.05)
     monkeypatch.setattr(bounds.Connection, "look", lambda self: looks.append(kept(self)))
-    server = running()
-    Slots.may_draw.clear()
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(server.ask()))
-    asking.start()
-    wait_until(lambda: server.engine.counts["requests"])
-    before = len(looks)
-    wait_until(lambda: len(looks) > before + 5)
-    Slots.may_draw.set()
-    asking.join()
-    assert answers[0][1]["choices"][0]["text"] == "aaa"
+    with running().held():
+        before = len(looks)
+        wait_until(lambda: len(looks) > before + 5)
 
 
 def test_a_client_that_does_not_read(running, monkeypatch):
@@ -279,10 +282,8 @@ def test_without_the_key_no_body_is_read(running, fed):
 @pytest.mark.parametrize("line", ["Authorization: Bearer secret", "Authorization: Bearer other"])
 def test_a_body_that_is_no_http(running, line, capfd):
     """A chunk without a size, while its request is answered or refused: one answer, and no traceback in the log."""
-    server = running(api_key="secret")
-    client = server.connect(head("Transfer-Encoding: chunked", line) + b"no size\r\n")
-    said = b"".join(iter(lambda: client.recv(65536), b""))
-    assert said.count(b"HTTP/1.1 4") == 1 and "Traceback" not in capfd.readouterr().err
+    client = running(api_key="secret").connect(head("Transfer-Encoding: chunked", line) + b"no size\r\n")
+    assert all_of(client).count(b"HTTP/1.1 4") == 1 and "Traceback" not in capfd.readouterr().err
 
 
 def test_what_follows_a_last_request(running, capfd):
@@ -290,6 +291,26 @@ def test_what_follows_a_last_request(running, capfd):
     server = running()
     assert is_closed(server.connect(b"HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\nmore"))
     assert server.ask()[0] == 200 and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_client_that_leaves_before_it_has_asked(running, capfd):
+    """In the middle of its request: nothing is submitted, and nothing raised."""
+    server = running()
+    client = server.connect(head("Content-Length: 9") + b"{")
+    wait_until(lambda: any(connection.cycle for connection in server.connections))
+    client.close()
+    wait_until(lambda: not server.connections)
+    assert server.ask()[0] == 200 and server.engine.counts["requests"] == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_too_many_are_told_to_come_again(running):
+    """One is drawn, two wait, and the next is refused; one that comes when the engine stops is told so."""
+    server = running(rows=1, waiting=2)
+    with server.held(3):
+        assert server.ask() == (429, serve.said_of(429, "too many wait")) and server.retry_after == "1"
+        server.engine.stop()
+        assert server.ask() == (503, serve.said_of(503, "the server stops"))
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -310,7 +331,7 @@ def test_a_body_that_is_too_long(running, is_chunked):
     assert b" 400 " in said and b"a request has at most 69,632 bytes" in said and peak < 5e6, peak
 
 
-def test_half_requests_do_not_delay_the_end(running, monkeypatch):
+def test_half_requests_do_not_delay_the_end(running):
     """SIGTERM while some are half there, one is idle and one is answered: the answer is finished, nobody else is waited
     for, and who comes now is refused."""
     server = running(grace_s=1000)
@@ -319,19 +340,12 @@ def test_half_requests_do_not_delay_the_end(running, monkeypatch):
     idle.request("GET", "/health")
     assert idle.getresponse().read() == b"ok\n"
     server.clients.append(idle)
-    Slots.may_draw.clear()
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(server.ask()))
-    asking.start()
-    wait_until(lambda: server.engine.counts["requests"])
-    server.server.should_exit = True
-    assert all(map(is_closed, clients))
-    wait_until(lambda: len(server.connections) == 1)
-    with pytest.raises(ConnectionError):
-        server.ask()
-    Slots.may_draw.set()
-    asking.join()
-    assert answers[0][1]["choices"][0]["text"] == "aaa"
+    with server.held():
+        server.server.should_exit = True
+        assert all(map(is_closed, clients))
+        wait_until(lambda: len(server.connections) == 1)
+        with pytest.raises(ConnectionError):
+            server.ask()
     server.end()
 
 
@@ -339,17 +353,11 @@ def test_an_answer_that_does_not_end_in_time(running):
     """After grace_s its connection is ended without it: the client does not take half for the whole."""
     server = running(grace_s=1)
     Slots.may_draw.clear()
-    clients = [
-        server.connect(head(f"Content-Length: {len(body)}") + body)
-        for body in (b'{"prompt": "a"}', b'{"prompt": "a", "stream": true}')
-    ]
+    bodies = b'{"prompt": "a"}', b'{"prompt": "a", "stream": true}'
+    clients = [server.connect(head(f"Content-Length: {len(body)}") + body) for body in bodies]
     wait_until(lambda: server.engine.counts["requests"] == 2)
     server.server.should_exit = True
-    said = b""
-    for client in clients:
-        with contextlib.suppress(ConnectionError):
-            while piece := client.recv(65536):
-                said += piece
+    said = b"".join(map(all_of, clients))
     assert b"[DONE]" not in said and b"finish_reason\": \"" not in said
     server.thread.join(600)
     assert not server.thread.is_alive()
@@ -386,21 +394,12 @@ def test_an_origin_that_is_named(running):
 def test_a_row_that_fails_is_alone(running, capfd):
     """It gets an error; one that was admitted with it is answered, and so is what comes later. The log says it once."""
     server = running()
-    Slots.may_draw.clear()
-    answers = {}
-    first = threading.Thread(target=lambda: server.ask())
-    first.start()
-    wait_until(lambda: any(server.engine.answers))
-    for name, prompt in dict(good=[1], bad=[FAILS]).items():
-        threading.Thread(
-            target=lambda name=name, prompt=prompt: answers.update({name: server.ask(prompt=prompt)})
-        ).start()
-    wait_until(lambda: len(server.engine.waiting) == 2)
-    Slots.may_draw.set()
-    wait_until(lambda: len(answers) == 2)
-    first.join()
-    assert answers["good"][1]["choices"][0]["text"] == "aaa"
-    assert answers["bad"] == (500, serve.said_of(500, "it could not be drawn (IndexError)"))
+    with ThreadPoolExecutor(2) as pool:
+        with server.held():
+            good, bad = (pool.submit(server.ask, prompt=[number]) for number in (1, FAILS))
+            wait_until(lambda: len(server.engine.waiting) == 2)
+        assert good.result()[1]["choices"][0]["text"] == "aaa"
+        assert bad.result() == (500, serve.said_of(500, "it could not be drawn (IndexError)"))
     assert server.ask()[0] == 200 and server.engine.counts["failed"] == 1 and server.slots.renewed == 1
     assert capfd.readouterr().err.count("IndexError: out of bounds") == 1
 
@@ -471,9 +470,8 @@ def test_keys_that_are_refused(called, arguments, message):
 def test_a_port_in_use_and_an_empty_variable(called, monkeypatch):
     """One line each."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        status, _, error = called(serve.main, serve.Serve, "nowhere", f"port={port}")
-        assert status == 1 and f"port={port} cannot be listened on: OSError: [Errno 98]" in error
+        _, _, error = called(serve.main, serve.Serve, "nowhere", f"port={taken.getsockname()[1]}")
+        assert "cannot be listened on: OSError: [Errno 98]" in error
     monkeypatch.setenv("CLEARSHARD_API_KEY", "")
-    status, _, error = called(serve.main, serve.Serve, "nowhere")
-    assert status == 1 and says("CLEARSHARD_API_KEY is empty: set it … or unset it", error)
+    _, _, error = called(serve.main, serve.Serve, "nowhere")
+    assert says("CLEARSHARD_API_KEY is empty: set it … or unset it", error)

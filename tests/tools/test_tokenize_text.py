@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import zarr
 from parts import assert_refuses, says
-from ragged import FlatTokens
+from ragged import FlatTokens, files, write_lines
 
 import tools.tokenize_text
 from models.mesh import Mesh
@@ -44,14 +44,32 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.fixture
+def template():
+    """The key that says this template."""
+    Path("template.jinja").write_text(CHAT_TEMPLATE)
+    return "chat_template=template.jinja"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    """Paths are of a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+
 def tokenize(*overrides):
-    """Runs the tool with this config; without a validation split but where one is asked for."""
-    tools.tokenize_text.main(
-        command_line.load(tools.tokenize_text.TokenizeText, None, ["validation_fraction=0", *overrides])
-    )
+    """Runs the tool, which writes x.zarr, and a validation split, where nothing else is said no such split."""
+    given = ["validation_fraction=0", "output=x.zarr", *overrides]
+    tools.tokenize_text.main(command_line.load(tools.tokenize_text.TokenizeText, None, given))
 
 
-def sequences(path, split="train"):
+def tokenize_records(records, *overrides):
+    """The same of these records in a.jsonl."""
+    write_lines("a.jsonl", records)
+    tokenize("input=a.jsonl", *overrides)
+
+
+def sequences(path="x.zarr", split="train"):
     """The texts of a split, and the ids and targets of each."""
     data, tokenizer = open_split(path, split), load_dataset_tokenizer(path)
     bounds = data.seq_starts[:].astype(int)
@@ -63,8 +81,9 @@ def sequences(path, split="train"):
     return [tokenizer.decode(ids[part]) for part in parts], [ids[part] for part in parts], targets
 
 
-def files(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def of_both_splits(path="x.zarr"):
+    """The texts of training, and those of validation."""
+    return [sequences(path, split)[0] for split in ("train", "validation")]
 
 
 def texts(count, seed=0):
@@ -72,9 +91,12 @@ def texts(count, seed=0):
     return ["".join(draws.choices("abc é你🎉\n\t\"\\", k=draws.randint(1, 60))) for _ in range(count)]
 
 
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+def write_rows(columns, **options):
+    """A table in a.parquet."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), "a.parquet", **options)
 
 
 # ---------------------------------------------------------------- what is read
@@ -100,29 +122,25 @@ def test_documents_by_size(seed):
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "aa", "<|endoftext|>"])
-def test_documents_by_separator(tmp_path, monkeypatch, separator):
+def test_documents_by_separator(monkeypatch, separator):
     """A separator ends a document wherever the blocks that are read end; it is part of none, and what is empty is
     none."""
-    draws = random.Random(1)
-    text = "".join(draws.choices(["a", "b", "\n", separator], k=3000))
-    (tmp_path / "a.txt").write_text(text)
-    for number, block_bytes in enumerate((64, 2**20)):
+    text = "".join(random.Random(1).choices(["a", "b", "\n", separator], k=3000))
+    Path("a.txt").write_text(text)
+    escaped = separator.replace("\n", "\\n")
+    for block_bytes in (64, 2**20):
         monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
-        escaped = separator.replace("\n", "\\n")
-        tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/{number}.zarr", f"separator='{escaped}'")
-        found, _, _ = sequences(tmp_path / f"{number}.zarr")
+        tokenize("input=a.txt", f"separator='{escaped}'", "overwrite=true")
+        found, _, _ = sequences()
         if separator == "<|endoftext|>":  # the others overlap themselves: where they begin depends on the block
             assert found == [part for part in text.split(separator) if part]
         assert sorted("".join(found).replace(separator, "")) == sorted(text.replace(separator, ""))
 
 
-def test_every_kind_of_input_gives_the_same(tmp_path):
+def test_every_kind_of_input_gives_the_same():
     """Lines plain and compressed, parquet in row groups, a Hugging Face data set, and URLs: the same sequences, in
-    their
-    order."""
+    their order."""
     import fsspec
-    import pyarrow
-    import pyarrow.parquet
     import zstandard
 
     documents = texts(700)
@@ -130,56 +148,52 @@ def test_every_kind_of_input_gives_the_same(tmp_path):
         json.dumps({"id": 1, "text": text}, ensure_ascii=number % 2 > 0) + "\n" for number, text in enumerate(documents)
     )
     content = content.replace("\n", "\n\n", 3).encode()  # empty lines are no records
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content[:999]) + gzip.compress(content[999:]))
-    (tmp_path / "a.ndjson.bz2").write_bytes(bz2.compress(content))
     zst = zstandard.ZstdCompressor()
-    (tmp_path / "a.json.zst").write_bytes(zst.compress(content[:999]) + zst.compress(content[999:]))
-    (tmp_path / "b.txt").write_text("<|end|>".join(documents))
-    table = pyarrow.table({"id": range(700), "text": documents})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "train.jsonl").write_bytes(content)
+    Path("hub").mkdir()
+    for name, stored in {
+        "a.jsonl": content,
+        "a.jsonl.gz": gzip.compress(content[:999]) + gzip.compress(content[999:]),
+        "a.ndjson.bz2": bz2.compress(content),
+        "a.json.zst": zst.compress(content[:999]) + zst.compress(content[999:]),
+        "b.txt": "<|end|>".join(documents).encode(),
+        "hub/train.jsonl": content,
+    }.items():
+        Path(name).write_bytes(stored)
+    write_rows({"id": range(700), "text": documents}, row_group_size=300)
     with fsspec.open("memory://in/a.jsonl", "wb") as file:
         file.write(content)
 
-    names = "a.jsonl", "a.jsonl.gz", "a.ndjson.bz2", "a.json.zst", "a.parquet"
-    inputs = [f"input={tmp_path}/{name}" for name in names]
-    inputs += ["input='memory://in/*.jsonl'", f"hf_dataset.path={tmp_path}/hub"]
-    for number, argument in enumerate(inputs):
-        output = "memory://out.zarr" if "memory" in argument else f"{tmp_path}/{number}.zarr"
-        tokenize(argument, f"output={output}")
-        assert sequences(output)[0] == documents, argument
-    tokenize(f"input={tmp_path}/b.txt", "separator='<|end|>'", f"output={tmp_path}/text.zarr")
-    assert sequences(tmp_path / "text.zarr")[0] == documents
-    tokenize(f"input='{tmp_path}/a.jsonl*'", f"output={tmp_path}/two.zarr")  # a glob, in the order of names
-    assert sequences(tmp_path / "two.zarr")[0] == documents * 2
+    inputs = ["input=a.jsonl", "input=a.jsonl.gz", "input=a.ndjson.bz2", "input=a.json.zst", "input=a.parquet"]
+    inputs += ["input='memory://in/*.jsonl'", "hf_dataset.path=./hub", "input=b.txt separator='<|end|>'"]
+    inputs += ["input='a.jsonl*'"]  # a glob, in the order of names
+    for number, arguments in enumerate(inputs):
+        output = "memory://out.zarr" if "memory" in arguments else f"{number}.zarr"
+        tokenize(*arguments.split(), f"output={output}")
+        assert sequences(output)[0] == documents * (2 if "a.jsonl*" in arguments else 1), arguments
 
 
-def test_a_password_is_not_recorded(tmp_path, capsys):
+def test_a_password_is_not_recorded(capsys):
     """The one in an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
     import fsspec
 
     with fsspec.open("memory://me:secret@in/a.jsonl", "wb") as file:
         file.write(b'{"text": "x"}\n{}\n')
     for _ in range(2):
-        tokenize("input='memory://me:secret@in/*'", f"output={tmp_path}/x.zarr", "on_bad_record=skip")
+        tokenize("input='memory://me:secret@in/*'", "on_bad_record=skip")
     printed = capsys.readouterr()
     assert "left out: memory:///me:***@in/a.jsonl:2: no field 'text'" in printed.err and " is complete: " in printed.out
     assert "secret" not in printed.out + printed.err
-    assert not [name for name, content in files(tmp_path / "x.zarr").items() if b"secret" in content]
+    assert not [name for name, content in files("x.zarr").items() if b"secret" in content]
 
 
-def test_several_processes_write_the_same(tmp_path, monkeypatch):
+def test_several_processes_write_the_same(monkeypatch):
     """However many processes tokenize and however large the blocks are: the same bytes in every file."""
-    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(3000)])
-    common = [f"input={source}", "tokenizer=train_bpe", "bpe_vocab=400", "validation_fraction=0.2"]
-    tokenize(*common, f"output={tmp_path}/one.zarr", "processes=1")
+    common = ["tokenizer=train_bpe", "bpe_vocab=400", "validation_fraction=0.2"]
+    tokenize_records([{"text": text} for text in texts(3000)], *common, "output=one.zarr", "processes=1")
     monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
-    tokenize(*common, f"output={tmp_path}/two.zarr", "processes=2")
-    assert files(tmp_path / "one.zarr") == files(tmp_path / "two.zarr")
-    found = [text for split in ("train", "validation") for text in sequences(tmp_path / "one.zarr", split)[0]]
-    assert sorted(found) == sorted(texts(3000))
+    tokenize("input=a.jsonl", *common, "output=two.zarr", "processes=2")
+    assert files("one.zarr") == files("two.zarr")
+    assert sorted(itertools.chain(*of_both_splits("one.zarr"))) == sorted(texts(3000))
 
 
 MEMORY = """
@@ -200,13 +214,13 @@ for size in (24, 96):
 
 
 @pytest.mark.slow
-def test_memory_is_bounded(tmp_path):
+def test_memory_is_bounded():
     """Four times the text takes at most 30 MB more of memory: 96 MB of it, whose ids alone would be 384. What is under
     way at a time is so already in 24 MB."""
     for size in (24, 96):
-        (tmp_path / f"{size}.txt").write_text(("some words of a line\n" * 50_000)[: 2**20] * size)
+        Path(f"{size}.txt").write_text(("some words of a line\n" * 50_000)[: 2**20] * size)
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEMORY, Path().resolve()], cwd=ROOT, capture_output=True, text=True, check=True
     )
     small, large = (int(line) for line in done.stdout.splitlines() if line.isdigit())
     assert large - small < 30_000, (small, large)  # KiB
@@ -215,15 +229,14 @@ def test_memory_is_bounded(tmp_path):
 # ---------------------------------------------------------------- splits and targets
 
 
-def test_validation_by_hash(tmp_path):
+def test_validation_by_hash():
     """About the asked fraction of documents, each by its own text: others come and go without moving it."""
     documents = sorted({f"{number} {text}" for number, text in enumerate(texts(2000))})
     halves = documents[:1000], documents[500:]
     found = []
-    for number, half in enumerate(halves):
-        source = write_lines(tmp_path / f"{number}.jsonl", [{"text": text} for text in half])
-        tokenize(f"input={source}", f"output={tmp_path}/{number}.zarr", "validation_fraction=0.1")
-        train, held_out = (set(sequences(tmp_path / f"{number}.zarr", split)[0]) for split in ("train", "validation"))
+    for half in halves:
+        tokenize_records([{"text": text} for text in half], "validation_fraction=0.1", "overwrite=true")
+        train, held_out = map(set, of_both_splits())
         assert train | held_out == set(half) and not train & held_out
         found.append(held_out)
     assert 70 < len(found[0]) < 130  # of 1000; 10 is the standard deviation
@@ -231,74 +244,63 @@ def test_validation_by_hash(tmp_path):
     assert found[0] & both == found[1] & both
 
 
-def test_validation_given(tmp_path):
+def test_validation_given():
     """Files that are named as validation are the validation split, and no part of training where the input names them
     too."""
     for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(name * 10)
-    tokenize(f"input='{tmp_path}/*.txt'", f"validation={tmp_path}/b.txt", f"output={tmp_path}/x.zarr")
-    assert sequences(tmp_path / "x.zarr")[0] == ["a" * 10, "c" * 10]
-    assert sequences(tmp_path / "x.zarr", "validation")[0] == ["b" * 10]
-    (tmp_path / "hub").mkdir()
+        Path(f"{name}.txt").write_text(name * 10)
+    tokenize("input='*.txt'", "validation=b.txt")
+    assert of_both_splits() == [["a" * 10, "c" * 10], ["b" * 10]]
+    Path("hub").mkdir()
     for name in ("train", "test"):
-        write_lines(tmp_path / "hub" / f"{name}.jsonl", [{"text": name}])
-    tokenize(f"hf_dataset.path={tmp_path}/hub", "hf_dataset.validation_split=test", f"output={tmp_path}/hub.zarr")
-    splits = [sequences(tmp_path / "hub.zarr", split)[0] for split in ("train", "validation")]
-    assert splits == [["train"], ["test"]]
+        write_lines(f"hub/{name}.jsonl", [{"text": name}])
+    tokenize("hf_dataset.path=./hub", "hf_dataset.validation_split=test", "overwrite=true")
+    assert of_both_splits() == [["train"], ["test"]]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes_utf8", "train_bpe"])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_prompts(tmp_path, tokenizer, suffix):
+def test_prompts(tokenizer, suffix):
     """A record's prompt and answer are one sequence; exactly the answer's tokens are targets, and each is tokenized on
     its own."""
-    import pyarrow
-    import pyarrow.parquet
-
     records = [{"question": f"{text}?", "answer": text[::-1]} for text in texts(60)] + [{"question": "", "answer": "x"}]
-    if suffix == "jsonl":
-        write_lines(tmp_path / "a.jsonl", records)
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    write_lines("a.jsonl", records)
+    write_rows({name: [record[name] for record in records] for name in records[0]})
     fields = ["format=prompt", "fields=[question,answer]", f"tokenizer={tokenizer}", "bpe_vocab=300"]
-    tokenize(f"input={tmp_path}/a.{suffix}", f"output={tmp_path}/x.zarr", *fields)
-    encode = load_dataset_tokenizer(tmp_path / "x.zarr").encode_batch
-    for record, ids, is_target in zip(records, *sequences(tmp_path / "x.zarr")[1:], strict=True):
+    tokenize(f"input=a.{suffix}", *fields)
+    encode = load_dataset_tokenizer("x.zarr").encode_batch
+    for record, ids, is_target in zip(records, *sequences()[1:], strict=True):
         question, answer = encode([record["question"], record["answer"]])
         assert ids.tolist() == [*question, *answer]
         assert is_target.tolist() == [False] * len(question) + [True] * len(answer)
 
 
-def test_chats_without_a_template(tmp_path, capsys):
+def test_chats_without_a_template(capsys):
     """They are written as ChatML, which the data set keeps."""
-    source = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "x"}]}])
-    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "format=chat")
+    tokenize_records([{"messages": [{"role": "assistant", "content": "x"}]}], "format=chat")
     assert "the tokenizer bytes_utf8 has no chat template: chats are written as ChatML\n" in capsys.readouterr().out
-    assert sequences(tmp_path / "x.zarr")[0] == ["<|im_start|>assistant\nx<|im_end|>\n"]
-    assert load_dataset_tokenizer(tmp_path / "x.zarr").chat_template == CHATML
+    assert sequences()[0] == ["<|im_start|>assistant\nx<|im_end|>\n"]
+    assert load_dataset_tokenizer("x.zarr").chat_template == CHATML
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes_utf8", "train_bpe"])
-def test_chats(tmp_path, tokenizer):
+def test_chats(template, tokenizer):
     """A chat is one sequence as its template writes it, exactly the assistant's words are targets; both splits have
     them."""
-    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
     turns = lambda part: [{"role": "user", "content": part}, {"role": "assistant", "content": part[::-1]}]  # noqa: E731
     chats = [[message for part in texts(3, seed) for message in turns(part)] for seed in range(40)]
-    source = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
-    options = ["format=chat", f"chat_template={tmp_path}/template.jinja", f"tokenizer={tokenizer}", "bpe_vocab=300"]
-    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "validation_fraction=0.3", *options)
-    tokenizer = load_dataset_tokenizer(tmp_path / "x.zarr")
+    options = ["format=chat", template, f"tokenizer={tokenizer}", "bpe_vocab=300", "validation_fraction=0.3"]
+    tokenize_records([{"messages": chat} for chat in chats], *options)
+    tokenizer = load_dataset_tokenizer("x.zarr")
     assert tokenizer.chat_template == CHAT_TEMPLATE
     expected = {"".join(f"[{message['role']}]{message['content']}" for message in chat): chat for chat in chats}
-    train, held_out = (sequences(tmp_path / "x.zarr", split) for split in ("train", "validation"))
+    train, held_out = (sequences(split=split) for split in ("train", "validation"))
     assert set(train[0] + held_out[0]) == set(expected) and train[0] and held_out[0]
     for text, ids, is_target in zip(*(a + b for a, b in zip(train, held_out))):
         chat, ids_expected, targets_expected = expected[text], [], []
         if tokenizer.name == "bytes_utf8":  # the turns can be told apart without the code that is tested
             for message in chat:
-                words = tokenizer.encode_batch([message["content"]])[0]
-                header = tokenizer.encode_batch([f"[{message['role']}]"])[0]
+                header, words = tokenizer.encode_batch([f"[{message['role']}]", message["content"]])
                 ids_expected += [*header, *words]
                 targets_expected += [False] * len(header) + [message["role"] == "assistant"] * len(words)
         else:
@@ -309,13 +311,12 @@ def test_chats(tmp_path, tokenizer):
 # ---------------------------------------------------------------- weights and rows
 
 
-def test_weights(tmp_path):
+def test_weights(template):
     """A token's weight is that of its record times that of its message or segment; without `weights` 0 and 1 say what
     is a target."""
     half = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab", "weight": 0.5}]
     none = [{"role": "assistant", "content": "c", "weight": 0}, {"role": "assistant", "content": "d"}]
     segments = [{"text": "ab", "weight": 0.25}, {"text": "c", "weight": 0}, {"text": "de", "weight": None}]
-    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
     for format, record, weights, expected in (
         ("text", {"text": "abc", "weight": 2}, True, [2, 2, 2]),
         ("text", {"text": "abc", "weight": 2}, False, None),
@@ -325,18 +326,15 @@ def test_weights(tmp_path):
         ("segments", {"segments": segments, "weight": 2}, True, [0.5, 0.5, 0, 2, 2]),
         ("segments", {"segments": segments[1:]}, False, [0, 1, 1]),
     ):
-        source = write_lines(tmp_path / "a.jsonl", [record])
-        options = [f"format={format}", f"weights={weights}", f"chat_template={tmp_path}/template.jinja"]
-        tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
-        (found,) = sequences(tmp_path / "x.zarr")[2] or [None]
+        tokenize_records([record], f"format={format}", f"weights={weights}", template, "overwrite=true")
+        (found,) = sequences()[2] or [None]
         assert (found if found is None else found.tolist()) == expected, format
-        assert open_split(tmp_path / "x.zarr", "train").targets == ("weight" if weights else expected and "is_target")
+        assert open_split("x.zarr", "train").targets == ("weight" if weights else expected and "is_target")
 
 
-def test_what_ends_a_document(tmp_path):
+def test_what_ends_a_document():
     """It follows a text, an answer and the last segment, and is a target; the encoder's text ends with it too."""
     record = {"text": "ab", "in_text": "q", "out_text": "a", "segments": [{"text": "q", "weight": 0}, {"text": "ab"}]}
-    source = write_lines(tmp_path / "a.jsonl", [record])
     for format, texts, targets in (
         ("text", ["ab</s>"], None),
         ("prompt", ["qa</s>"], [[0] + [1] * 5]),
@@ -344,15 +342,15 @@ def test_what_ends_a_document(tmp_path):
         ("pairs", ["q</s>", "", "a</s>", ""], [[0] * 5, [0], [1] * 5, [0]]),
     ):
         options = [f"format={format}", "end='</s>'"] + (["row_length=6", "read_length=6"] if format == "pairs" else [])
-        tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
-        found, _, is_target = sequences(tmp_path / "x.zarr")
+        tokenize_records([record], *options, "overwrite=true")
+        found, _, is_target = sequences()
         assert found == texts and (is_target and [flags.tolist() for flags in is_target]) == targets
 
 
 @pytest.mark.parametrize("end, eos, behind", [
     ("<|endoftext|>", 0, [0]), ("<the end:1>", 259, [259]), (".", 2, [16]), ("ab", 2, [67, 68]), ("", 2, []),
 ])  # fmt: skip
-def test_the_tokenizer_of_what_ends_a_document(tmp_path, end, eos, behind):
+def test_the_tokenizer_of_what_ends_a_document(end, eos, behind):
     """A special token becomes the one that ends a text. In pairs the tokenizer puts the end, and nothing else, around
     what an encoder reads, whatever it had there."""
     from tokenizers import AddedToken, processors
@@ -360,84 +358,72 @@ def test_the_tokenizer_of_what_ends_a_document(tmp_path, end, eos, behind):
     backend = train_bpe(iter(["xy"]), 259).backend
     backend.add_special_tokens([AddedToken("<the end:1>")])
     backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
-    (tmp_path / "own").mkdir()
-    write_tokenizer(tmp_path / "own", backend.to_str(), {"eos_token": "<|im_end|>"})
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "a", "in_text": "q", "out_text": "a"}])
-    for format, around in (("text", [1]), ("pairs", behind)):
-        options = [f"format={format}", f"end='{end}'", f"tokenizer={tmp_path}/own", f"output={tmp_path}/{format}.zarr"]
-        options += ["row_length=6", "read_length=6"] if format == "pairs" else []
-        tokenize(f"input={source}", *options)
-        tokenizer = load_dataset_tokenizer(tmp_path / f"{format}.zarr")
+    Path("own").mkdir()
+    write_tokenizer(Path("own"), backend.to_str(), {"eos_token": "<|im_end|>"})
+    for keys, around in ((["format=text"], [1]), (["format=pairs", "row_length=6", "read_length=6"], behind)):
+        record = {"text": "a", "in_text": "q", "out_text": "a"}
+        tokenize_records([record], *keys, f"end='{end}'", "tokenizer=./own", "overwrite=true")
+        tokenizer = load_dataset_tokenizer("x.zarr")
         assert tokenizer.id_of("eos_token") == eos
         assert tokenizer.backend.encode("", add_special_tokens=True).ids == around
 
 
-@pytest.mark.parametrize("too_long", ["refuse", "truncate", "drop"])
-def test_documents_longer_than_a_row(tmp_path, capsys, too_long):
-    """They are refused with their line, or cut, or left out, and counted."""
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (4, 9, 2, 8, 1)])
-    command = [f"input={source}", f"output={tmp_path}/x.zarr", "row_length=8", f"too_long={too_long}"]
+@pytest.mark.parametrize("too_long, rows, counts", [
+    ("refuse", [4, 2, 1, 0, 8], "4 documents, 15 tokens; 1 of padding (6.2%); 1 bad records left out"),
+    ("truncate", [4, 2, 1, 0, 8, 8],
+     "5 documents, 23 tokens; 1 of padding (4.2%); 1 documents longer than a row cut or left out"),
+    ("drop", [4, 2, 1, 0, 8],
+     "4 documents, 15 tokens; 1 of padding (6.2%); 1 documents longer than a row cut or left out"),
+])  # fmt: skip
+def test_documents_longer_than_a_row(capsys, too_long, rows, counts):
+    """They are refused with their line, or cut, or left out, and counted. Padding is no text."""
+    write_lines("a.jsonl", [{"text": "a" * length} for length in (4, 9, 2, 8, 1)])
+    command = ["input=a.jsonl", "row_length=8", f"too_long={too_long}"]
     if too_long == "refuse":
-        message = f"{source}:2: 9 tokens for row_length = 8 … larger, or too_long"
-        assert_refuses(message, tokenize, *command)
-        tokenize(*command, "on_bad_record=skip")
-        assert "; 1 bad records left out" in capsys.readouterr().out
-    else:
-        tokenize(*command)
-        count = (
-            "5 documents, 23 tokens; 1 of padding (4.2%)"
-            if too_long == "truncate"
-            else "4 documents, 15 tokens; 1 of padding (6.2%)"
-        )
-        assert f"{count}; 1 documents longer than a row cut or left out" in capsys.readouterr().out
-    rows = [4, 2, 1, 0, 8] if too_long != "truncate" else [4, 2, 1, 0, 8, 8]  # of padding, no text
-    assert sorted(map(len, sequences(tmp_path / "x.zarr")[0])) == sorted(rows)
+        assert_refuses("a.jsonl:2: 9 tokens for row_length = 8 … larger, or too_long", tokenize, *command)
+        command += ["on_bad_record=skip"]
+    tokenize(*command)
+    assert counts in capsys.readouterr().out
+    assert sorted(map(len, sequences()[0])) == sorted(rows)
 
 
-def test_rows_of_pairs(tmp_path):
+def test_rows_of_pairs():
     """A run reads each pair whole: the encoder's n-th sequence of a row and the decoder's are one, with its weight."""
     draws = random.Random(2)
     draw = lambda most: "".join(draws.choices("abcdef", k=draws.randint(1, most)))  # noqa: E731
     pairs = [(draw(9), draw(5), draws.choice([0.5, 1, 2])) for _ in range(200)]
-    source = write_lines(tmp_path / "a.jsonl", [{"in_text": a, "out_text": b, "weight": w} for a, b, w in pairs])
     options = ["format=pairs", "weights=true", "read_length=20", "row_length=12"]
-    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", *options)
-    found = []
+    tokenize_records([{"in_text": a, "out_text": b, "weight": w} for a, b, w in pairs], *options)
+    found, text = [], load_dataset_tokenizer("x.zarr").decode
     with jax.set_mesh(make_mesh(vars(Mesh(d=2)), jax.devices()[:2])):
         shape = {"batch": 2, "length": 12, "read_length": 20, "sharding": make_shardings(PairBatch)}
-        with Loader(FlatTokens(str(tmp_path / "x.zarr")), "train", **shape, shuffle=False) as loader:
+        with Loader(FlatTokens("x.zarr"), "train", **shape, shuffle=False) as loader:
             assert loader.rows < 80  # a pair a row would be 200, and no padding at all 49
             for step in range(loader.steps):
                 batch = jax.tree.map(np.asarray, loader.load(step))
                 assert batch.read.shape == (2, 20) and batch.targets.shape == (2, 12)
                 np.testing.assert_array_equal(batch.is_target, batch.weight > 0)
                 for row in range(2):
-                    parts = []
-                    for name, starts in (
-                        ("read", "read_starts"),
-                        ("targets", "is_seq_start"),
-                        ("weight", "is_seq_start"),
-                    ):
-                        places = np.flatnonzero(getattr(batch, starts)[row])[1:]
-                        parts.append(np.split(getattr(batch, name)[row], places))
-                    for read, written, weight in zip(*parts):
+                    read, written = (
+                        np.flatnonzero(starts[row])[1:] for starts in (batch.read_starts, batch.is_seq_start)
+                    )
+                    parts = np.split(batch.read[row], read), np.split(batch.targets[row], written)
+                    for source, target, weight in zip(*parts, np.split(batch.weight[row], written)):
                         if weight[0] > 0:
                             assert len(set(weight)) == 1
-                            text = load_dataset_tokenizer(tmp_path / "x.zarr").decode
-                            found.append((text(read), text(written), float(weight[0])))
+                            found.append((text(source), text(target), float(weight[0])))
     assert sorted(found) == sorted(pairs)
 
 
-def test_rows_of_an_interrupted_run(tmp_path, monkeypatch):
+def test_rows_of_an_interrupted_run(monkeypatch):
     """A run that is stopped at any block continues to the same bytes, by any number of processes, with rows that hold
     whole chats."""
-    chats = [[{"role": "assistant", "content": text}] for text in texts(200)]
-    source = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
-    options = ["format=chat", "row_length=256", "too_long=drop", "validation_fraction=0.1"]
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(tools.tokenize_text, "PACKED_TOKENS", 2700)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
-    tokenize(f"input={source}", f"output={tmp_path}/whole.zarr", *options)
+    options = ["format=chat", "row_length=256", "too_long=drop", "validation_fraction=0.1"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts(200)]
+    tokenize_records([{"messages": chat} for chat in chats], *options, "output=whole.zarr")
     read = tools.tokenize_text.read_blocks
     for stop in (3, 7, 12):
 
@@ -447,14 +433,13 @@ def test_rows_of_an_interrupted_run(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(tools.tokenize_text, "read_blocks", stopped)
-            assert_refuses("stopped", tokenize, f"input={source}", f"output={tmp_path}/x.zarr", *options)
-    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", *options, "processes=2")
-    assert files(tmp_path / "x.zarr") == files(tmp_path / "whole.zarr")
+            assert_refuses("stopped", tokenize, "input=a.jsonl", *options)
+    tokenize("input=a.jsonl", *options, "processes=2")
+    assert files("x.zarr") == files("whole.zarr")
     for split in ("train", "validation"):
-        data = open_split(tmp_path / "x.zarr", split)
+        data = open_split("x.zarr", split)
         assert data.row_length == 256 and set(range(0, data.token_count, 256)) <= set(data.seq_starts[:].tolist())
-    found = [text for split in ("train", "validation") for text in sequences(tmp_path / "x.zarr", split)[0] if text]
-    assert len(found) == 200
+    assert len([text for text in itertools.chain(*of_both_splits()) if text]) == 200
 
 
 # ---------------------------------------------------------------- faults of the input
@@ -490,81 +475,65 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_records(tmp_path, capsys, message):
+def test_bad_records(capsys, template, message):
     """A record that cannot be taken ends the run with file, line and reason; or is left out, shown and counted, and the
     rest is taken."""
-    (tmp_path / message.partition(":")[0]).write_bytes(BAD[message])
+    Path(message.partition(":")[0]).write_bytes(BAD[message])
     format = "prompt" if "out_text" in message else "chat" if "assistant" in message else "text"
     format = "segments" if "segments" in message or "weights" in message else format
     turns = [{"role": "user", "content": "g"}, {"role": "assistant", "content": "ood"}]
-    write_lines(
-        tmp_path / "b.jsonl",
-        [{"text": "good", "in_text": "g", "out_text": "ood", "messages": turns, "segments": [{"text": "good"}]}],
-    )
-    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
-    output = [f"output={tmp_path}/x.zarr", f"chat_template={tmp_path}/template.jinja", "document_bytes=4"]
-    command = [f"input='{tmp_path}/[ab].*'", f"format={format}", *output]
-    assert_refuses(f"{tmp_path}/{message} … on_bad_record=skip", tokenize, *command)
+    good = {"text": "good", "in_text": "g", "out_text": "ood", "messages": turns, "segments": [{"text": "good"}]}
+    write_lines("b.jsonl", [good])
+    command = ["input='[ab].*'", f"format={format}", template, "document_bytes=4"]
+    assert_refuses(f"/{message} … on_bad_record=skip", tokenize, *command)
     tokenize(*command, "on_bad_record=skip")  # continues where it stopped
     captured = capsys.readouterr()
-    assert says(f"left out: {tmp_path}/{message}", captured.err) and "; 1 bad records left out" in captured.out
-    assert sequences(tmp_path / "x.zarr")[0][-1] == ("[user]g[assistant]ood" if format == "chat" else "good")
+    assert says(f"left out: … /{message}", captured.err) and "; 1 bad records left out" in captured.out
+    assert sequences()[0][-1] == ("[user]g[assistant]ood" if format == "chat" else "good")
 
 
-def test_many_bad_records(tmp_path, capsys, monkeypatch):
+def test_many_bad_records(capsys, monkeypatch):
     """Nothing is read behind the first one that is refused. Of those that are left out only ten are shown, all are
     counted, and empty documents are counted apart."""
-    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": ""}] + [{}] * 30)
-    command, numbers = [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr"], []
-    document_of = text_records.document_of
+    numbers, document_of = [], text_records.document_of
     monkeypatch.setattr(text_records, "document_of", lambda *of: numbers.append(of[0]) or document_of(*of))
-    assert_refuses("a.jsonl:3: no field 'text'", tokenize, *command)
+    records = [{"text": "x"}, {"text": ""}] + [{}] * 30
+    assert_refuses("a.jsonl:3: no field 'text'", tokenize_records, records)
     assert numbers == [1, 2, 3]
-    tokenize(*command, "on_bad_record=skip")
+    tokenize_records(records, "on_bad_record=skip", "overwrite=true")
     captured = capsys.readouterr()
     assert captured.err.count("left out: ") == 10
     assert "1 documents, 1 tokens; 1 empty documents left out; 30 bad records left out" in captured.out
 
 
-def test_a_record_without_an_end(tmp_path):
+def test_a_record_without_an_end():
     """40 MB of a line, 40 kB as they are stored: refused before they are read whole."""
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"a" * 40 * 10**6))
-    message = f"{tmp_path}/a.jsonl.gz: after byte 0 … over 16,777,216 bytes"
-    assert_refuses(message, tokenize, f"input={tmp_path}/a.jsonl.gz", f"output={tmp_path}/x.zarr")
+    Path("a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"a" * 40 * 10**6))
+    assert_refuses("/a.jsonl.gz: after byte 0 … over 16,777,216 bytes", tokenize, "input=a.jsonl.gz")
 
 
-def test_a_row_that_is_too_large(tmp_path):
+def test_a_row_that_is_too_large():
     """A row of over 16 MiB is named, among a thousand that are not; one of 15 MiB is tokenized."""
-    import pyarrow
-    import pyarrow.parquet
-
-    for size in (2**24 + 1, 15 * 2**20):
-        rows = ["x"] * 700 + ["a" * size] + ["x"] * 300
-        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
-        command = f"input={tmp_path}/a.parquet", f"output={tmp_path}/x.zarr", "processes=1"
-        if size > 2**24:
-            assert_refuses(f"{tmp_path}/a.parquet, row 700: … over 16,777,216 bytes", tokenize, *command)
+    command = "input=a.parquet", "processes=1"
+    write_rows({"text": ["x"] * 700 + ["a" * (2**24 + 1)] + ["x"] * 300})
+    assert_refuses("/a.parquet, row 700: … over 16,777,216 bytes", tokenize, *command)
+    write_rows({"text": ["x"] * 700 + ["a" * 15 * 2**20] + ["x"] * 300})
     tokenize(*command, "overwrite=true")
 
 
-def test_bad_rows(tmp_path):
-    """Rows are named by their number, a column that is not there by those that are, and what is no parquet file is one
-    line."""
-    import pyarrow
-    import pyarrow.parquet
-
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"] * 500 + [None]}), path)
-    message = f"{path}, row 500: field 'text' is NoneType, expected text … on_bad_record=skip"
-    assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/x.zarr")
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
-    message = f"{path}, row 0: no field 'text'; it has 'body', 'id' … on_bad_record=skip"
-    assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/y.zarr")
-    path.write_bytes(b"PAR1 no")
-    assert_refuses(f"cannot read {path} (", tokenize, f"input={path}", f"output={tmp_path}/z.zarr")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9999)[:-20])
-    cut = f"{tmp_path}/a.jsonl.gz"
-    assert_refuses(f"cannot read {cut} (EOFError: ", tokenize, f"input={cut}", f"output={tmp_path}/w.zarr")
+def test_bad_rows():
+    """Rows are named by their number, a column that is not there by those that are, and what is no parquet file, or
+    ends too early, is one line."""
+    write_rows({"text": ["x"] * 500 + [None]})
+    message = "/a.parquet, row 500: field 'text' is NoneType, expected text … on_bad_record=skip"
+    assert_refuses(message, tokenize, "input=a.parquet")
+    write_rows({"body": ["x"], "id": [1]})
+    message = "/a.parquet, row 0: no field 'text'; it has 'body', 'id' … on_bad_record=skip"
+    assert_refuses(message, tokenize, "input=a.parquet", "overwrite=true")
+    Path("a.parquet").write_bytes(b"PAR1 no")
+    assert_refuses("cannot read … /a.parquet (", tokenize, "input=a.parquet", "overwrite=true")
+    Path("a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9999)[:-20])
+    assert_refuses("cannot read … /a.jsonl.gz (EOFError: ", tokenize, "input=a.jsonl.gz", "overwrite=true")
 
 
 ONE_OF = "expected one of input … and hf_dataset.path"
@@ -578,107 +547,97 @@ WRONG = {
     "processes=-1": "processes = -1: expected … from 0 to 2147483647",
 }
 REFUSED = [
-    (["input=IN/a.jsonl", "format=chat", "end=x"], 'command line: end = "x": the chat template says'),
-    (["input=IN/a.jsonl", "format=prompt", "fields=[question]"], 'fields = ["question"]: … each of in_text, out_text'),
-    (["input=IN/a.jsonl", "too_long=drop"], 'too_long = "drop": only rows of a row_length'),
-    (["input=IN/a.jsonl", "format=pairs", "row_length=8"], 'format = "pairs": … set row_length and read_length'),
-    (["input=IN/a.jsonl", "read_length=8"], "read_length = 8: only format=pairs"),
+    (["input=a.jsonl", "format=chat", "end=x"], 'command line: end = "x": the chat template says'),
+    (["input=a.jsonl", "format=prompt", "fields=[question]"], 'fields = ["question"]: … each of in_text, out_text'),
+    (["input=a.jsonl", "too_long=drop"], 'too_long = "drop": only rows of a row_length'),
+    (["input=a.jsonl", "format=pairs", "row_length=8"], 'format = "pairs": … set row_length and read_length'),
+    (["input=a.jsonl", "read_length=8"], "read_length = 8: only format=pairs"),
     ([], ONE_OF),
-    (["input=IN/a.txt", "hf_dataset.path=x"], ONE_OF),
-    (["input=IN/a.txt", *WRONG], " … ".join(["7 problems", *WRONG.values()])),
+    (["input=a.txt", "hf_dataset.path=x"], ONE_OF),
+    (["input=a.txt", *WRONG], " … ".join(["7 problems", *WRONG.values()])),
     (["hf_dataset.path=x", "validation=x"], "validation = x: expected hf_dataset.validation_split"),
-    (["input=IN/b.txt"], "cannot read IN/b.txt (FileNotFoundError: "),
-    (["input='IN/*.json'"], "no file matches IN/*.json"),
-    (["input=IN"], "IN is a folder, expected files: say IN/*.txt"),
+    (["input=b.txt"], "cannot read b.txt (FileNotFoundError: "),
+    (["input='*.json'"], "no file matches *.json"),
+    (["input=hub"], "hub is a folder, expected files: say hub/*.txt"),
     (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
-    (["input=IN/a.txt", "end=x"], "IN/a.txt is cut by size … end=x needs a separator"),
-    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text, but format=prompt needs records"),
-    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all of input=IN/a.txt"),
-    (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read"),
-    (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text … trained on"),
+    (["input=a.txt", "end=x"], "a.txt is cut by size … end=x needs a separator"),
+    (["input=a.txt", "format=prompt"], "a.txt is plain text, but format=prompt needs records"),
+    (["input=a.txt", "validation=a.txt"], "validation=a.txt names all of input=a.txt"),
+    (["input=a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read"),
+    (["input=a.jsonl", "tokenizer=train_bpe"], "a.jsonl holds no text … trained on"),
     (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where"),
-    (["hf_dataset.path=IN/hub"], "hf_dataset.split: IN/hub has no split 'train'; it holds test"),
-]  # fmt: skip
+    (["hf_dataset.path=./hub"], "hf_dataset.split: ./hub has no split 'train'; it holds test"),
+]
 
 
 @pytest.mark.parametrize("overrides, message", REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_refused_before_anything_is_read(tmp_path, overrides, message):
+def test_refused_before_anything_is_read(overrides, message):
     """What makes no sense is refused at once, all of it together; so is input that is not there or of the wrong
     kind."""
-    (tmp_path / "a.txt").write_text("text")
-    write_lines(tmp_path / "a.jsonl", [{}])
-    (tmp_path / "hub").mkdir()
-    write_lines(tmp_path / "hub" / "test.jsonl", [{}])
-    overrides = [override.replace("IN", str(tmp_path)) for override in overrides]
-    assert_refuses(message.replace("IN", str(tmp_path)), tokenize, f"output={tmp_path}/x.zarr", *overrides)
+    Path("hub").mkdir()
+    Path("a.txt").write_text("text")
+    for name in ("a.jsonl", "hub/test.jsonl"):
+        write_lines(name, [{}])
+    assert_refuses(message, tokenize, *overrides)
 
 
-def test_no_document_for_a_split(tmp_path):
+def test_no_document_for_a_split():
     """A split that no document came to is an error, which says what to do."""
-    (tmp_path / "a.txt").write_text("one small text")
-    message = f"'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens) … larger validation_fraction"
-    command = [f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"]
-    assert_refuses(message, tokenize, *command)
+    message = "'validation' of x.zarr (1 documents, 14 tokens) … larger validation_fraction"
+    assert_refuses(message, tokenize_records, [{"text": "one small text"}], "validation_fraction=0.001")
 
 
 # ---------------------------------------------------------------- faults of the output
 
 
-def test_a_refused_first_record_leaves_nothing_in_the_way(tmp_path):
+def test_a_refused_first_record_leaves_nothing_in_the_way():
     """The corrected command needs no overwrite, since no document was written."""
-    (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n')
-    command = [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr"]
-    assert_refuses("no field 'text'; it has 'body'", tokenize, *command)
-    tokenize(*command, "fields=[body]")
-    assert sequences(tmp_path / "x.zarr")[0] == ["some text"]
+    assert_refuses("no field 'text'; it has 'body'", tokenize_records, [{"body": "some text"}])
+    tokenize("input=a.jsonl", "fields=[body]")
+    assert sequences()[0] == ["some text"]
 
 
-def test_output_that_is_there(tmp_path, capsys):
+def test_output_that_is_there(capsys):
     """The same command says that the output is complete; another one refuses to write over it, or replaces it when told
     to."""
-    (tmp_path / "a.txt").write_text("some text")
-    command = [f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr"]
-    tokenize(*command)
-    before = files(tmp_path / "x.zarr")
-    tokenize(*command)
-    complete = f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true"
-    assert complete in capsys.readouterr().out
+    Path("a.txt").write_text("some text")
+    tokenize("input=a.txt")
+    before = files("x.zarr")
+    tokenize("input=a.txt")
+    assert "x.zarr is complete: 1 documents, 9 tokens. overwrite=true" in capsys.readouterr().out
     other = "write to a new path … overwrite=true"
-    made = f"{tmp_path}/x.zarr holds a data set … made with another"
-    assert_refuses(f"{made} document_bytes: {other}", tokenize, *command, "document_bytes=4")
-    assert files(tmp_path / "x.zarr") == before
-    tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=259")
-    assert sequences(tmp_path / "x.zarr")[0] == ["some", " tex", "t"]
-    tokenize(*command, "overwrite=true")
-    assert files(tmp_path / "x.zarr") == before
-    (tmp_path / "a.txt").write_text("other texts")
-    assert_refuses(f"{made} input (name, size or time): {other}", tokenize, *command)
+    made = "x.zarr holds a data set … made with another"
+    assert_refuses(f"{made} document_bytes: {other}", tokenize, "input=a.txt", "document_bytes=4")
+    assert files("x.zarr") == before
+    tokenize("input=a.txt", "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=259")
+    assert sequences()[0] == ["some", " tex", "t"]
+    tokenize("input=a.txt", "overwrite=true")
+    assert files("x.zarr") == before
+    Path("a.txt").write_text("other texts")
+    assert_refuses(f"{made} input (name, size or time): {other}", tokenize, "input=a.txt")
 
-    zarr.open_group(tmp_path / "mine", mode="w").create_group("mine")
-    assert_refuses(f"{tmp_path}/mine holds mine already: {other}", tokenize, command[0], f"output={tmp_path}/mine")
-    zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
-    message = f"{tmp_path}/old is of zarr format 2 … write to a new path"
-    assert_refuses(message, tokenize, command[0], f"output={tmp_path}/old")
-    (tmp_path / "others").mkdir()
-    for name in ("their.partial", "work"):
-        (tmp_path / "others" / name).touch()
-    message = f"{tmp_path}/others holds work … write to a new folder"
-    assert_refuses(message, tokenize, command[0], f"output={tmp_path}/others", "overwrite=true")
-    assert {path.name for path in (tmp_path / "others").iterdir()} == {"their.partial", "work"}
+    zarr.open_group("mine", mode="w").create_group("mine")
+    assert_refuses(f"mine holds mine already: {other}", tokenize, "input=a.txt", "output=mine")
+    zarr.open_group("old", mode="w", zarr_format=2)
+    assert_refuses("old is of zarr format 2 … write to a new path", tokenize, "input=a.txt", "output=old")
+    Path("others").mkdir()
+    for name in ("others/their.partial", "others/work"):
+        Path(name).touch()
+    message = "others holds work … write to a new folder"
+    assert_refuses(message, tokenize, "input=a.txt", "output=others", "overwrite=true")
+    assert files("others").keys() == {"their.partial", "work"}
 
 
 @pytest.mark.parametrize("changed", ["tokenizer.json", "template.jinja"])
 @pytest.mark.parametrize("stops", [True, False])
-def test_another_file_under_the_same_name(tmp_path, monkeypatch, changed, stops):
+def test_another_file_under_the_same_name(monkeypatch, changed, stops):
     """A tokenizer.json or a chat template that holds something else than when the data set was begun, or completed:
     refused, with its name; overwrite=true begins anew, and makes the bytes of a run that never saw the old one."""
     turns = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts(60)]
-    chats = [{"messages": messages} for messages in turns]
-    source = write_lines(tmp_path / "a.jsonl", chats)
-    (tmp_path / "tokenizer.json").write_text(train_bpe(texts(60), 300).json)
-    (tmp_path / "template.jinja").write_text(CHATML)
-    command = [f"input={source}", "format=chat", f"tokenizer={tmp_path}/tokenizer.json", "bos_id=0"]
-    command += [f"chat_template={tmp_path}/template.jinja", f"output={tmp_path}/x.zarr", "validation_fraction=0"]
+    write_lines("a.jsonl", [{"messages": messages} for messages in turns])
+    Path("tokenizer.json").write_text(train_bpe(texts(60), 300).json)
+    Path("template.jinja").write_text(CHATML)
+    command = ["input=a.jsonl", "format=chat", "tokenizer=./tokenizer.json", "bos_id=0", "chat_template=template.jinja"]
     with monkeypatch.context() as patch:
         if stops:
             patch.setattr(SplitWriter, "finish", lambda *_: (_ for _ in ()).throw(RunError("stopped")))
@@ -686,33 +645,30 @@ def test_another_file_under_the_same_name(tmp_path, monkeypatch, changed, stops)
         else:
             tokenize(*command)
     new = CHATML.replace("im_start", "im_begin") if changed == "template.jinja" else train_bpe(texts(9), 280).json
-    (tmp_path / changed).write_text(new)
+    Path(changed).write_text(new)
     assert_refuses("made with another content of tokenizer or chat_template", tokenize, *command)
     tokenize(*command, "overwrite=true")
-    anew = [*command[:-2], f"output={tmp_path}/y.zarr", "validation_fraction=0"]
-    tokenize(*anew)
-    assert files(tmp_path / "x.zarr") == files(tmp_path / "y.zarr")
+    tokenize(*command, "output=y.zarr")
+    assert files("x.zarr") == files("y.zarr")
 
 
-def test_written_by_two_at_once(tmp_path):
+def test_written_by_two_at_once():
     """A data set that another process is writing is refused."""
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "x.zarr").mkdir()
-    descriptor = os.open(tmp_path / "x.zarr", os.O_RDONLY)
+    Path("x.zarr").mkdir()
+    descriptor = os.open("x.zarr", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    message = f"{tmp_path}/x.zarr is being written … wait for it, or write"
-    assert_refuses(message, tokenize, f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr")
+    message = "x.zarr is being written … wait for it, or write"
+    assert_refuses(message, tokenize_records, [{"text": "some text"}])
     os.close(descriptor)
-    tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr")
+    tokenize("input=a.jsonl")
 
 
-def test_failed_write(tmp_path, monkeypatch):
+def test_failed_write(monkeypatch):
     """A write that fails ends the run with its reason, nothing opens as a data set, and the same command continues to
     the same bytes."""
-    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(1000)])
     monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
-    tokenize(f"input={source}", f"output={tmp_path}/whole.zarr")
+    tokenize_records([{"text": text} for text in texts(1000)], "output=whole.zarr")
     put, left = zarr.storage.LocalStore.set, 0
 
     async def put_or_fail(self, key, value, *rest):
@@ -722,19 +678,17 @@ def test_failed_write(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return await put(self, key, value, *rest)
 
-    command = [f"input={source}", f"output={tmp_path}/x.zarr"]
     with monkeypatch.context() as patch:
         patch.setattr(zarr.storage.LocalStore, "set", put_or_fail)
         for left in (3, 12, 21, 22, 23, 24, 25):  # chunks, metadata, the record of progress  # noqa: B007
-            assert_refuses(f"cannot write {tmp_path}/x.zarr: OSError: [Errno 28]", tokenize, *command)
-            assert_refuses("", open_split, tmp_path / "x.zarr", "train")
-    tokenize(*command)
-    assert files(tmp_path / "x.zarr") == files(tmp_path / "whole.zarr")
+            assert_refuses("cannot write x.zarr: OSError: [Errno 28]", tokenize, "input=a.jsonl")
+            assert_refuses("", open_split, "x.zarr", "train")
+    tokenize("input=a.jsonl")
+    assert files("x.zarr") == files("whole.zarr")
 
 
-def test_dead_process(tmp_path, monkeypatch):
+def test_dead_process(monkeypatch):
     """A process that dies is an error, not a hang."""
-    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(2000)])
     monkeypatch.setattr(documents, "BLOCK_BYTES", 2000)
     read = tools.tokenize_text.read_blocks
 
@@ -746,4 +700,4 @@ def test_dead_process(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tools.tokenize_text, "read_blocks", deadly)
     message = "process died … too little memory: run it again … with fewer"
-    assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")
+    assert_refuses(message, tokenize_records, [{"text": text} for text in texts(2000)], "processes=2")
