@@ -87,7 +87,7 @@ def test_the_numbers_of_the_readme():
     assert f"| lines to read | {lines}, on top of the notation {of_rooms} |" in readme
     assert f"get past the checker: 0 of {len(mutants(train_py()))} |" in readme
     collectives = sum(ledger_of("local_test_synthetic").costs.collectives.values())
-    assert f"| collectives of the compiled step | {collectives}, " in readme
+    assert f"| collectives of the compiled step | {collectives}: " in readme
 
 
 IMPORTS = """import jax
