@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,20 @@ REFUSED = {
     "NotImplementedError": "take a directory, or an object store that can be written",
     "TypeError": "take a directory, or an object store that can be written",
 }
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether another attempt would not change this error of a store."""
+    return isinstance(error, FINAL) or type(error).__name__ in REFUSED
+
+
+def pauses(timeout_s: float) -> Iterator[float]:
+    """Growing pauses between attempts, until `timeout_s` is over; drawn, so that many hosts do not come back at the
+    same time."""
+    end, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    while time.monotonic() + pause_s <= end:
+        yield pause_s * random.uniform(0.5, 1.0)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteStore":
@@ -168,7 +182,7 @@ class RemoteStore:
         return f"{self._root}/{name}".rstrip("/")
 
     def _retried(self, operation: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        began, pause_s, attempts = time.monotonic(), FIRST_PAUSE_S, 0
+        began, left, attempts = time.monotonic(), pauses(self._timeout_s), 0
         limit_s = self._timeout_s / ATTEMPTS_AT_LEAST
         while True:
             future = asyncio.run_coroutine_threadsafe(operation(), self._files.loop)
@@ -185,8 +199,7 @@ class RemoteStore:
             if fix := REFUSED.get(type(error).__name__):
                 text = " ".join(str(error).split()) or "it cannot do that"
                 raise RunError(f"{self._url} cannot be used: {text}. Fix: {fix}") from error
-            if time.monotonic() - began + pause_s > self._timeout_s:
+            if (pause_s := next(left, None)) is None:
                 waited = f"{attempts} attempts in {time.monotonic() - began:.1f} s failed"
                 raise TimeoutError(f"{waited}, the last with {type(error).__name__}: {error}") from error
-            time.sleep(pause_s * random.uniform(0.5, 1.0))  # so that many hosts do not come back at the same time
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(pause_s)

@@ -3,9 +3,10 @@
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
 
-zarr reads a missing chunk as its fill value; arrays of `open_checked` do not.
+zarr reads a missing chunk as its fill value; arrays of `open_checked` do not, and ask an object store for ten minutes.
 """
 
+import asyncio
 import atexit
 import functools
 import os
@@ -22,8 +23,9 @@ import zarr.core.sync
 import zarr.storage
 from jaxtyping import Int64, Shaped
 
+from runtime.checkpoints.store import is_final, pauses
 from runtime.files import LARGEST_BYTES, open_file
-from runtime.terminal import RunError
+from runtime.terminal import RunError, print_note
 from runtime.unpacking import require_readable, require_size
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
@@ -32,6 +34,7 @@ OF_PACKAGES = (
     ("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"), ("aiohttp", "ClientError"),
     ("datasets.exceptions", "DatasetsError"), ("pyarrow", "ArrowException"), ("zstandard", "ZstdError"),
 )  # fmt: skip
+PATIENCE_S = 600.0  # as checkpoints have it
 MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
 
 
@@ -46,7 +49,7 @@ class CheckedStore(zarr.storage.WrapperStore):
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         if self.folder and os.path.lexists(self.folder / key):
             open_file(self.folder / key, MOST_FILE_BYTES).close()  # reading a pipe would wait forever
-        value = await self._store.get(key, prototype, byte_range)
+        value = await self._fetched(key, prototype, byte_range)
         array, _, name = key.rpartition("/")
         if name in METADATA:
             return value
@@ -55,6 +58,19 @@ class CheckedStore(zarr.storage.WrapperStore):
         if array in self.format_2:
             require_size(self.format_2[array][0], value.to_bytes(), self.format_2[array][1])
         return value
+
+    async def _fetched(self, key: str, prototype: Any, byte_range: Any) -> Any:
+        """The store's answer. An object store, whose servers answer 500 or cut connections, is asked again."""
+        left = pauses(PATIENCE_S)
+        while True:
+            try:
+                return await self._store.get(key, prototype, byte_range)
+            except read_errors() as error:
+                pause_s = next(left, None)
+                if self.folder or is_final(error) or pause_s is None:
+                    raise
+                print_note(f"{key} is read again in {pause_s:.1f} s: {type(error).__name__}: {error}")
+            await asyncio.sleep(pause_s)
 
 
 def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:

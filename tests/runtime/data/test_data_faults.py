@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import small
 import zarr
+from fsspec.implementations.memory import MemoryFileSystem
 from parts import assert_refuses, says
 from ragged import FlatTokens, assert_equal, ragged, read_from_chunks, sharding
 from several_hosts import TINY, records, where
 
-from runtime.data import rows
+from runtime.checkpoints import store
+from runtime.data import chunks, rows
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
 from runtime.data.split_writer import write_split
@@ -119,6 +121,30 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
     assert_refuses(message, open_split, f"{object_store}/data", "validation")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert_refuses("gs://a/b cannot be opened … pip install gcsfs", open_split, "gs://a/b", "train")
+
+
+def test_a_store_that_fails_for_a_while(monkeypatch, capfd):
+    """A chunk that an object store does not give at first is asked for again, with a note; no longer than its patience
+    lasts, and not where the store refuses it."""
+    read_from_chunks(monkeypatch)
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.001)
+    path, fails = write("memory://fails"), [OSError("503 Slow Down"), TimeoutError("no answer")]
+    expected, kept = load_all(path), MemoryFileSystem.cat_file
+
+    def cat_file(self, path, *args, **kwargs):
+        if "encoded_tokens/c/" in path and fails:
+            raise fails.pop(0)
+        return kept(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    for one, other in zip(load_all(path), expected):
+        assert_equal(one, other)
+    assert not fails and says("s: OSError: 503 Slow Down … s: TimeoutError: no answer", capfd.readouterr().err)
+    fails.append(PermissionError("403 Forbidden"))
+    assert_refuses("encoded_tokens of memory://fails/train from … (403 Forbidden)", load_all, path)
+    monkeypatch.setattr(chunks, "PATIENCE_S", 0.0)
+    fails.append(OSError("503 Slow Down"))
+    assert_refuses("encoded_tokens of memory://fails/train from … (503 Slow Down)", load_all, path)
 
 
 @pytest.mark.slow
