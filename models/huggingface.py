@@ -475,7 +475,7 @@ def export_adapters(source: Source, folder: Path) -> None:
     names = adapters.named(source.family, source.model, [place for place, _, _ in source.adapters])
     config = source.checkpoint.attributes["config"]
     about = {**config["lora"], "base": config["initial_weights"]}
-    about["task"] = {"both": "SEQ_2_SEQ_LM"}.get(source.family.KIND, "CAUSAL_LM")
+    about["task"] = {"both": "SEQ_2_SEQ_LM", "decoder": "CAUSAL_LM"}.get(source.family.KIND)  # null for an encoder
     adapters.write_peft(folder, names, lambda place, which: pairs[place.path]["ab".index(which)], about)
 
 

@@ -214,6 +214,7 @@ class Run:
         self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
         is_over, done, total = self._is_over(), self.done_steps, self._total
         if is_over or done >= total:
+            self._refuse_if_mostly_skipped(self.attributes.get("skipped_steps", 0))
             what = self._best_text() if is_over else f"the run in {self._store} has {done} of {total} steps"
             fix = f"raise {'patience' if is_over else 'training.steps'}, or give a new run its own paths.model_name"
             kind = NothingToTrain if is_over or done == total else RunError
@@ -366,10 +367,16 @@ class Run:
                 break
             if self._stopping and step + 1 < self._total:
                 self._is_stopped = True
-                self.say(f"stopped after step {step + 1} of {self._total}; started again, the run goes on from there")
+                then = "started again, the run goes on from there"
+                if self._config.checkpoint_interval is None:
+                    then = "nothing was saved, since checkpoint_interval=null"
+                self.say(f"stopped after step {step + 1} of {self._total}; {then}")
                 return
         self._stop_if_bad()
-        if 2 * (skipped := int(self._skipped_steps)) > self._total:
+        self._refuse_if_mostly_skipped(int(self._skipped_steps))
+
+    def _refuse_if_mostly_skipped(self, skipped: int) -> None:
+        if 2 * skipped > self._total:
             why = "since their loss or gradient was not finite: this is no trained model"
             fix = "Start a new run with other data or a lower training.learning_rate."
             raise RunError(f"{skipped} of {self._total} steps were skipped, {why}. {fix}")
@@ -493,6 +500,8 @@ class Run:
 
     def _best_text(self) -> str:
         best: Any = self._best
+        if not best.step:
+            return f"{best.by} was finite in none of {best.since} validations"
         where = f"{self._store}/checkpoints/{best.step:010d}"
         return f"the best {best.by}, {best.value:.4f}, is that of {where}; none was better in {best.since} after it"
 

@@ -570,6 +570,8 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["initial_weights=null", "model.family=qwen3"],
          "model.family = \"qwen3\": expected bert, gemma, gpt2, gptj, llama,"),
         (["initial_weights=null", "+family=gpt2"], "model.d_ff is missing: expected a whole number"),
+        (["best_by=score/exam.jsonl/acc"], "best_by = \"score/exam.jsonl/acc\": patience goes by it: set that too"),
+        (["eval_tasks=[a/exam.jsonl,b/exam.jsonl]"], "eval_tasks = … named by file: give each another name"),
         (["initial_weights=null", "+family=llama", "lora.rank=2"],
          "lora.rank, train: what is frozen would stay random"),
         (["--config-name=any_synthetic", "family=mixtral", "model.experts=1"],

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from runtime.config import command_line
-from runtime.files import open_file
+from runtime.files import open_file, write_whole
 from runtime.terminal import RunError, columns, print_line, run_errors
 from tools.harness import Harness, Judge
 from tools.hosts import from_first, is_first
@@ -43,11 +43,11 @@ def row(task: str, metric: str, value: float, error: Any, count: int) -> tuple[s
     return task, metric, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "", str(count)
 
 
-def empty(file: Path) -> None:
+def require_writable(file: Path) -> None:
     with run_errors(f"to={file} cannot be written"):
         if os.path.lexists(file):
             open_file(file).close()
-        file.open("w").close()
+        file.open("a").close()
 
 
 def main(config: Score) -> None:
@@ -75,7 +75,7 @@ def main(config: Score) -> None:
         if config.harness:
             judge = Judge(config, "harness")
         if config.to:
-            from_first(lambda: empty(Path(to)))
+            from_first(lambda: require_writable(Path(to)))
         if own is not None:
             scorer: Scorer = own.scorer(compute_dtype(config), config.length)
         else:
@@ -83,6 +83,8 @@ def main(config: Score) -> None:
         check_tasks(scorer.ready.source.family, tasks)
         if score_questions in [how for _, how, _ in tasks]:
             scorer.room_before(config.tokens)
+        if config.to:  # nothing is refused any more
+            from_first(lambda: write_whole(Path(to), ""))
         for task, how, records in tasks:
             answers = how(scorer, records, config)
             keep(task, ({**asdict(record), **answer} for record, answer in zip(records, answers)))

@@ -222,10 +222,10 @@ class Output:
         rows = {name: value for name in ("row_length", "read_length") if (value := getattr(self._config, name))}
         for split, writer in self._writers.items():
             if not writer.token_count:
-                fix = ": give validation=..., a larger validation_fraction, or more and smaller documents (separator, "
-                fix += "document_bytes); and overwrite=true"
                 what = f"no document came to the split '{split}' of {self._config.output} ({counted(self.counts)})"
-                raise RunError(what + (fix if split == "validation" else ""))
+                fix = "validation=..., a larger" if split == "validation" else "a smaller"
+                fix += " validation_fraction, or more and smaller documents (separator, document_bytes)"
+                raise RunError(f"{what}: give {fix}; and overwrite=true")
             writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name, **rows})
 
     def _write_waiting(self) -> None:

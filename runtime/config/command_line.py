@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 import yaml
@@ -80,9 +80,9 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         if __name__ == "__main__":
             run(main, Config)
 
-    Exits with 1 after an exception of `refusals()`, whose message is printed alone; with 2 after a flag that
-    lacks its value, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads
-    its output any more (`| head`). Any other exception is a defect and passes through.
+    Exits with 1 after an exception of `refusals()`, whose message is printed alone; with 130 after an interrupt, 75
+    when a signal stopped a run that can go on, and 141 when nobody reads its output any more (`| head`). Any other
+    exception is a defect and passes through.
     """
     _keep_memory()
     arguments = sys.argv[1:]
@@ -162,7 +162,9 @@ def to_yaml(config: Any) -> str:
 
 def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) -> None:
     gc.freeze()  # else Python's collector goes through all of JAX again and again: 0.4 s of --help
-    parsed, unknown = get_args_parser().parse_known_intermixed_args(sys.argv[1:])
+    parser = get_args_parser()
+    parser.error = _refused_flag  # type: ignore[method-assign]
+    parsed, unknown = parser.parse_known_intermixed_args(sys.argv[1:])
     if unknown:
         raise no_flag(unknown[0], "a config as --config-name=NAME, ")
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
@@ -192,6 +194,11 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
         flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
         sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
     hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_class.CONFIG)(job)()
+
+
+def _refused_flag(message: str) -> NoReturn:
+    """Says what argparse says, without its page of usage, and with the status of all refusals."""
+    raise RunError(f"{COMMAND_LINE}: {message}")
 
 
 def _prepare(config_class: type, is_trusted: bool = False) -> None:

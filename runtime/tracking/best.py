@@ -29,6 +29,7 @@ class Best:
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the metrics of the validation after this step; what is not finite is never the best."""
-        value, sign = values[self.by], -1 if SMALLER_IS_BETTER.search(self.by) else 1
+        name = self.by.rpartition("/")[2]  # without the file's: score/glossary.jsonl/acc
+        value, sign = values[self.by], -1 if SMALLER_IS_BETTER.search(name) else 1
         is_better = sign * value > sign * self.value or (value == value and not self.step)
         self.step, self.value, self.since = (step, value, 0) if is_better else (self.step, self.value, self.since + 1)

@@ -269,6 +269,13 @@ def test_what_is_refused(said, arguments, message):
     assert says(message, said(FOLDER / "llama", *arguments, status=1))
 
 
+def test_a_refused_call_keeps_the_file_of_answers(said):
+    """What to= has is lost only once the model is read and nothing is refused any more."""
+    Path("notes.md").write_text("my notes")
+    said("nowhere", ROOT / "LICENSE", "to=notes.md", status=1)
+    assert Path("notes.md").read_text() == "my notes"
+
+
 def words():
     """A tokenizer of whole words, 3 for unknown ones, which puts <a> and <b>, 1 and 2, around a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -118,9 +118,11 @@ class Running:
         """So many requests, which nothing is drawn for within the block; then each has its answer."""
         Slots.may_draw.clear()
         with ThreadPoolExecutor(count) as pool:
-            answers = [pool.submit(self.ask) for _ in range(count)]
+            answers = [pool.submit(self.ask)]
             try:
-                wait_until(lambda: self.engine.counts["requests"] >= count and any(self.engine.answers))
+                wait_until(lambda: any(self.engine.answers))  # it has a row, so that the others may all wait
+                answers += [pool.submit(self.ask) for _ in range(count - 1)]
+                wait_until(lambda: self.engine.counts["requests"] >= count)
                 yield
             finally:
                 Slots.may_draw.set()

@@ -583,8 +583,10 @@ def test_refused_before_anything_is_read(overrides, message):
 
 def test_no_document_for_a_split():
     """A split that no document came to is an error, which says what to do."""
-    message = "'validation' of x.zarr (1 documents, 14 tokens) … larger validation_fraction"
-    assert_refuses(message, tokenize_records, [{"text": "one small text"}], "validation_fraction=0.001")
+    for fraction, message in ((0.001, "'validation' of x.zarr … a larger"), (0.999, "'train' of x.zarr … a smaller")):
+        refused = f"{message} validation_fraction, or more and smaller documents"
+        keys = f"validation_fraction={fraction}", "overwrite=true"
+        assert_refuses(refused, tokenize_records, [{"text": "one small text"}], *keys)
 
 
 # ---------------------------------------------------------------- faults of the output

@@ -68,6 +68,7 @@ REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
      "there is no config c4_h200_84m in configs; the nearest is c4_h200x1_84m; there are c4, "),
     (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs"),
     (["--config-dir=/nowhere"], None, "Additional config directory '/nowhere' not found"),
+    (["--config-name"], None, "command line: argument --config-name/-cn: expected one argument\n"),
     (["--steps=3"], None, "command line: --steps=3 is no flag: keys are given as steps=VALUE, a config as --"),
     (["+="], None, "'+=' has no key: expected key=value\n"),
     ([], RunError("the disk is full"), "the disk is full\n"),
@@ -81,15 +82,12 @@ def test_an_error_is_said_without_traceback(monkeypatch, capsys, arguments, erro
     assert stderr.startswith(f"error: {text}") and stderr.count("\n") == str(error).count("\n") + 1
 
 
-def test_defects_interrupts_and_flags_pass_through(monkeypatch, capsys):
-    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130; a flag without its value
-    is argparse's to refuse, with status 2."""
+def test_defects_and_interrupts_pass_through(monkeypatch, capsys):
+    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130."""
     with pytest.raises(KeyError, match="a defect"):
         run(monkeypatch, main=raising(KeyError("a defect")))
     assert run(monkeypatch, main=raising(KeyboardInterrupt)) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
-    assert run(monkeypatch, "--config-name", main=pytest.fail) == 2
-    assert capsys.readouterr().err.endswith("error: argument --config-name/-cn: expected one argument\n")
 
 
 @pytest.mark.parametrize("attention", ["cudnn_masked", "splash"])

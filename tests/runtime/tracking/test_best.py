@@ -15,8 +15,9 @@ def test_the_best_and_how_long_ago_it_was():
         best.note(step, {"validation_loss": loss, "other": -step})
         best = Best.of("validation_loss", ["validation_loss"], {"best": dataclasses.asdict(best)})
     assert (best.step, best.value, best.since) == (3, 2.0, 3)
-    score = Best.of("score/a/acc", ["score/a/acc"], {"best": dataclasses.asdict(best)})  # of another one
+    name = "score/glossary.jsonl/acc"  # with "loss" in the file's name
+    score = Best.of(name, [name], {"best": dataclasses.asdict(best)})  # of another one
     for step, value in enumerate([0.5, 0.25, 0.75, 0.75], 1):
-        score.note(step, {"score/a/acc": value})
+        score.note(step, {name: value})
     assert (score.step, score.value, score.since) == (3, 0.75, 1)
     assert_refuses("best_by = loss: … gives validation_loss, x", Best.of, "loss", ["validation_loss", "x"], {})
