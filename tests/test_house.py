@@ -19,12 +19,13 @@ ARROWS = {
     "ledger.pages": "ledger.machines ledger.compiled ledger.count ledger.units shardlib kernels",
     "runtime.files": "",
     "runtime.beside": "",
+    "runtime.retries": "",
     "runtime.unpacking": "",
     "runtime.terminal": "shardlib ledger",
     # Five folders that do not know each other; run.py knows all.
     **dict.fromkeys(
         ("runtime.config", "runtime.data", "runtime.checkpoints", "runtime.tracking", "runtime.cluster"),
-        "runtime.beside runtime.files runtime.terminal runtime.unpacking shardlib ledger",
+        "runtime.beside runtime.files runtime.retries runtime.terminal runtime.unpacking shardlib ledger",
     ),
     "runtime.program": "runtime.files runtime.terminal",
     "runtime.check": "runtime.config.help runtime.config.sizes runtime.files runtime.terminal shardlib",

@@ -13,10 +13,9 @@ import contextlib
 import functools
 import logging
 import os
-import random
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
@@ -24,32 +23,10 @@ from typing import Any
 import fsspec
 
 from runtime.files import LARGEST_BYTES, read_bytes, sync, write_whole
+from runtime.retries import FINAL, REFUSED, pauses
 from runtime.terminal import RunError
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 ATTEMPTS_AT_LEAST = 3  # an attempt that hangs is given up after a third of the time
-# Errors that another attempt does not change; the second with their fix, and by name, since packages are optional.
-FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
-REFUSED = {
-    "NoCredentialsError": "write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "ParamValidationError": "write the URL as s3://bucket/folder",
-    "NotImplementedError": "take a directory, or an object store that can be written",
-    "TypeError": "take a directory, or an object store that can be written",
-}
-
-
-def is_final(error: BaseException) -> bool:
-    """Whether another attempt would not change this error of a store."""
-    return isinstance(error, FINAL) or type(error).__name__ in REFUSED
-
-
-def pauses(timeout_s: float) -> Iterator[float]:
-    """Growing pauses between attempts, until `timeout_s` is over; drawn, so that many hosts do not come back at the
-    same time."""
-    end, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-    while time.monotonic() + pause_s <= end:
-        yield pause_s * random.uniform(0.5, 1.0)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteStore":

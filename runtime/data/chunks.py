@@ -23,8 +23,8 @@ import zarr.core.sync
 import zarr.storage
 from jaxtyping import Int64, Shaped
 
-from runtime.checkpoints.store import is_final, pauses
 from runtime.files import LARGEST_BYTES, open_file
+from runtime.retries import is_final, pauses
 from runtime.terminal import RunError, print_note
 from runtime.unpacking import require_readable, require_size
 

@@ -14,7 +14,7 @@ from parts import assert_refuses, says
 from ragged import FlatTokens, assert_equal, ragged, read_from_chunks, sharding
 from several_hosts import TINY, records, where
 
-from runtime.checkpoints import store
+from runtime import retries
 from runtime.data import chunks, rows
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
@@ -127,7 +127,7 @@ def test_a_store_that_fails_for_a_while(monkeypatch, capfd):
     """A chunk that an object store does not give at first is asked for again, with a note; no longer than its patience
     lasts, and not where the store refuses it."""
     read_from_chunks(monkeypatch)
-    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.001)
     path, fails = write("memory://fails"), [OSError("503 Slow Down"), TimeoutError("no answer")]
     expected, kept = load_all(path), MemoryFileSystem.cat_file
 
