@@ -1,6 +1,6 @@
 """A vector for each text: the hidden states of any model of models/, for search, clustering, or a classifier on top.
 
-    python -m tools.embed bert-base-uncased lines.txt to=vectors.npy              # float32 [texts, M]
+    python -m tools.embed google-bert/bert-base-uncased lines.txt to=vectors.npy              # float32 [texts, M]
     python -m tools.embed runs/bert pairs.jsonl to=vectors.npy pool=first mesh.t=2
 
 A line is a text; in .jsonl its field `text` is one, or a list of two that BERT reads as a pair. The hidden states of an

@@ -37,7 +37,7 @@ class HubDataset:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizeText:
     # A path, a glob such as 'corpus/*.jsonl.zst', or a URL that fsspec knows; or else hf_dataset. The suffix says how
-    # it is read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2 and .zst are unpacked.
+    # it is read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2, .xz and .zst are unpacked.
     input: str = ""
     hf_dataset: HubDataset = dataclasses.field(default_factory=HubDataset)
     output: str  # folder or URL of the data set
