@@ -4,7 +4,7 @@
     python -m tools.generate SmolLM2-135M-Instruct chat=true prompt='Why is the sky blue?'  # none: a conversation
     python -m tools.generate SmolLM2-135M-Instruct input=questions.jsonl prompt_field=question to=answers.jsonl
     python -m tools.generate runs/local_shakespeare prompt_ids=[1,2,3] temperature=0 output=ids mesh.t=2
-    python -m tools.generate google-bert/bert-base-uncased prompt='The capital of France is [MASK].'     # which an encoder fills in
+    python -m tools.generate google-bert/bert-base-uncased prompt='The capital of France is [MASK].'  # fills it in
 
 models/decoding.py has the mathematics.
 """
