@@ -231,8 +231,8 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
 
-    # Bytes in the comments below are for one layer and one token of the device's rows, in bfloat16. They add
-    # up to 4M + (4QKD + 4KD + 4F)/t. Keeping the input alone takes 2M/t, and a fifth to a quarter more FLOPs.
+    # Bytes in the comments below are for one layer and one token of the device's rows, in bfloat16. They add up
+    # to 4M + (4QKD + 4KD + 4F)/t. Keeping the input alone takes 2M/t, and a fifth to a quarter more FLOPs.
     kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
