@@ -327,11 +327,12 @@ def test_a_gather_that_is_merged_with_an_equal_one_is_no_warning(microbatches):
     one line says how many, and the row has the reason and the line."""
     traced = traced_step(microbatches=microbatches, layers=1)
     ledger = ledger_of(traced)
-    lines, (row,) = agreement(ledger, traced.lower().compile())
-    assert row.reason == MERGED and row.written - row.compiled == microbatches and row.lines[0].startswith("train.py:")
-    written = sum(ledger.costs.collectives.values())
-    merged = f": {written} collectives, {microbatches} of them merged with an equal one."
-    assert len(lines) == 2 and lines[0].endswith(merged)
+    lines, rows = agreement(ledger, traced.lower().compile())
+    merges = jax.__version_info__ < (0, 11)  # XLA of later releases leaves both
+    found = [(row.reason, row.written - row.compiled, row.lines[0].partition(":")[0]) for row in rows]
+    assert found == [(MERGED, microbatches, "train.py")] * merges
+    said = f"{microbatches} of them merged with an equal one" if merges else "equal by kind, axes, type and bytes"
+    assert len(lines) == 2 and lines[0].endswith(f": {sum(ledger.costs.collectives.values())} collectives, {said}.")
 
 
 def with_sites(ledger, *sites):
