@@ -3,7 +3,7 @@
     python -m tests.abc_trainer --config-dir=tests --config-name=abc
     python -m tools.plan program=tests.abc_trainer --config-dir=tests --config-name=abc
 
-The model predicts each token from the one before, through one hidden layer. Rows are split over a and b, the hidden
+The model predicts each token from the one before, through one hidden layer. Rows are split over a and t, the hidden
 layer and the vocabulary over c; the weights over all.
 """
 
