@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import yaml
 from jax.experimental import multihost_utils
 
 from ledger.compiled.agreement import agreement, peak_bytes
@@ -45,7 +46,7 @@ from runtime.config.checks import check_dataset
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
 from runtime.data.tokenizers import Tokenizer, tokenizer_identity
-from runtime.files import flat, write_all, write_whole
+from runtime.files import flat, parse_yaml, read_text, write_all, write_whole
 from runtime.terminal import NothingToTrain, RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.best import Best
@@ -212,9 +213,12 @@ class Run:
         )
         opened.push(self._close_checkpoints)
         self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
+        if self._is_over():  # nobody restores it, so that it is read whole here
+            self._go_on_from(self._checkpoints.latest(last_step=self.done_steps) or 0)
         is_over, done, total = self._is_over(), self.done_steps, self._total
         if is_over or done >= total:
-            self._refuse_if_mostly_skipped(self.attributes.get("skipped_steps", 0))
+            if done <= total:
+                self._refuse_if_mostly_skipped(self.attributes.get("skipped_steps", 0))
             what = self._best_text() if is_over else f"the run in {self._store} has {done} of {total} steps"
             fix = f"raise {'patience' if is_over else 'training.steps'}, or give a new run its own paths.model_name"
             kind = NothingToTrain if is_over or done == total else RunError
@@ -335,7 +339,7 @@ class Run:
                 before, batch = sums.get(source, (zero, zero)), self.validation_data.load(index)
                 sums[source] = add_batch(weights, *before, batch)
                 self._in_flight.add(sums[source][0], most=1)  # a signal waits for these
-                self._stopping = self._signals.stop()
+                self._stopping |= self._signals.stop()  # which is True only once
                 if self._stopping and not waits:
                     return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
             losses, targets = np.array([*sums.values(), (0, 0)], np.float64).T
@@ -422,6 +426,7 @@ class Run:
         owner, refusal = None, None
         if self._is_leader:
             try:
+                self._refuse_another_root()
                 owner = opened.enter_context(Ownership(self._store))
             except RunError as error:
                 refusal = error
@@ -430,6 +435,16 @@ class Run:
         if refusal is not None:
             raise refusal
         return owner
+
+    def _refuse_another_root(self) -> None:
+        """Raises RunError: the local folder of a run whose root is a URL has the metrics of another root's run."""
+        file, root = self.folder / "config.yaml", self._config.paths.root_working_dir
+        if "://" in root and file.exists():
+            with run_errors(f"{file} cannot be read", ValueError, AttributeError, yaml.YAMLError):
+                other = parse_yaml(read_text(file)).get("paths", {}).get("root_working_dir")
+            if other != root:
+                fix = "give this one another paths.model_name, or move that folder away"
+                raise RunError(f"{self.folder} has the metrics of the run in {other}: {fix}")
 
     def _go_on_from(self, step: int) -> None:
         """Takes over from the checkpoint after `step` steps; 0: from none."""

@@ -283,6 +283,8 @@ B/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x) | pair t
 B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | pair them by its own index
 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float4_e2m1fn)
     .astype(jnp.float32)) | makes float4_e2m1fn … pending over d, float32
+B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float8_e8m0fnu)
+    .astype(jnp.float32)) | makes float8_e8m0fnu … pending over d, float32
 B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0])
     | 'reshape' makes a minor dim … made to the size of a device's part
 B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are
@@ -567,6 +569,7 @@ u @ u.T @ u | 'dot_general' … both pending over t
 u + 1 | 'add' … pending over t and one that is not
 u * jnp.argmax(u, axis=1, keepdims=True).astype(jnp.float32) | 'argmax', which is not linear
 jnp.cumprod(u, axis=1) | 'cumprod', which is not linear
+lax.reduce_precision(u, 4, 3) | 'reduce_precision', which is not linear
 jnp.where(u > 0, u, 0.0) | 'gt', which is not linear
 jnp.where(jnp.arange(64)[None] > 3, u, 1.0) | 'where' (select_n) … pending over t and one that is not
 u.at[:, :1].set(1.0) | 'scatter' … pending over t and one that is not

@@ -571,6 +571,8 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
          "model.family = \"qwen3\": expected bert, gemma, gpt2, gptj, llama,"),
         (["initial_weights=null", "+family=gpt2"], "model.d_ff is missing: expected a whole number"),
         (["best_by=score/exam.jsonl/acc"], "best_by = \"score/exam.jsonl/acc\": patience goes by it: set that too"),
+        (["eval_tasks=[exam.jsonl]", "eval_interval=null"], "eval_tasks = … validations score them: set eval_interval"),
+        (["patience=2", "checkpoint_interval=null"], "patience = 2: it keeps the best … set checkpoint_interval"),
         (["eval_tasks=[a/exam.jsonl,b/exam.jsonl]"], "eval_tasks = … named by file: give each another name"),
         (["initial_weights=null", "+family=llama", "lora.rank=2"],
          "lora.rank, train: what is frozen would stay random"),

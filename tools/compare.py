@@ -26,7 +26,7 @@ from runtime.config import command_line
 from runtime.config.keys import NotNegative
 from runtime.files import LARGEST_BYTES, open_file, write_whole
 from runtime.terminal import RunError, print_error, print_line, run_errors
-from runtime.tracking.recorded import Recorded, as_yaml, read_run
+from runtime.tracking.recorded import Recorded, as_yaml, last, read_run
 from runtime.tracking.report import compare_page, write_report
 
 # Metrics that the machine decides, not the training; and those whose names end so.
@@ -48,6 +48,8 @@ class Compare:
 
 
 def main(config: Compare) -> None:
+    if len(config.runs) < 2 and (config.assert_equal or config.runs[0].endswith(".json")):
+        raise RunError(f"{config.runs[0]} alone is given: expected another one to compare it with")
     if all(path.endswith(".json") for path in config.runs):
         lines = [line for other in config.runs[1:] for line in costs(config.runs[0], other)]
         print_line("\n".join(lines) or "The ledgers say the same.")
@@ -112,7 +114,7 @@ def row(run: Recorded) -> tuple:
     def values(name: str) -> list[float]:
         return [line[name] for line in run.lines if isinstance(line.get(name), int | float)]
 
-    losses = [values(name)[-1] if values(name) else None for name in ("loss", "validation_loss")]
+    losses = [last(run.lines, name) for name in ("loss", "validation_loss")]
     medians = [statistics.median(values(name)) if values(name) else None for name in ("step_time_s", *MEASURED[1:3])]
     return run.name, max((line["step"] for line in run.lines), default=0), *losses, *medians
 

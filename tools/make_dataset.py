@@ -26,8 +26,8 @@ import numpy as np
 
 from runtime.config import command_line
 from runtime.config.keys import Count, Seed
-from runtime.data.split_writer import write_split
-from runtime.terminal import print_line
+from runtime.data.split_writer import open_for_writing, write_split
+from runtime.terminal import RunError, print_line
 
 TASKS = ("copy", "reverse", "known_distance", "unknown_distance", "gaussians")
 LONGEST = 1024  # tokens of a sequence, from 1 to this; the longer the likelier
@@ -43,6 +43,7 @@ STANDARD_DEVIATION = 5.0  # each gaussian's, in bins
 FIRST_LETTER = 1 + 3 * len(STRINGS) + 1 + MIXTURES
 FIRST_BIN = FIRST_LETTER + ALPHABETS * ALPHABET_SIZE
 VOCAB = FIRST_BIN + BINS
+MADE_BY = "tools/make_dataset.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,13 @@ class Draws:
 
 
 def main(config: MakeDataset) -> None:
+    dataset = open_for_writing(config.path)
+    whole = [split.attrs for _, split in dataset.groups() if "max_token_id" in split.attrs]
+    if dataset.attrs or any(attributes.get("made_by") != MADE_BY for attributes in whole):
+        raise RunError(f"{config.path} holds a data set that this program did not write: write to a new path")
     for split in ("train", "validation"):
         sequences = generate(config, split)
-        about = {"made_by": "tools/make_dataset.py", "config": {"seed": config.seed, "sequences": config.sequences}}
+        about = {"made_by": MADE_BY, "config": {"seed": config.seed, "sequences": config.sequences}}
         write_split(config.path, split, sequences, attributes=about, overwrite=True)
         tokens = np.concatenate(sequences)
         print_line(f"{split}: {len(tokens):,} tokens; {unigram_entropy(tokens):.3f} nats know only their frequencies")

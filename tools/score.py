@@ -46,7 +46,9 @@ def row(task: str, metric: str, value: float, error: Any, count: int) -> tuple[s
 def require_writable(file: Path) -> None:
     with run_errors(f"to={file} cannot be written"):
         if os.path.lexists(file):
-            open_file(file).close()
+            with open_file(file) as there:
+                if (first := there.read(9)) and first != b'{"task": ':
+                    raise RunError(f"to={file} has lines that this program did not write: give another file")
         file.open("a").close()
 
 

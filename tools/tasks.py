@@ -200,7 +200,8 @@ def score_questions(scorer: Scorer, records: Sequence[Question], config: Scoring
     from rouge_score.rouge_scorer import RougeScorer
 
     rouge = RougeScorer(list(ROUGE))
-    writing = Writing(tokens=config.tokens, stop=config.stop, rows=config.rows, temperature=0.0)
+    stop = scorer.ready.chat_stops(config.stop) if config.chat else config.stop
+    writing = Writing(tokens=config.tokens, stop=stop, rows=config.rows, temperature=0.0)
     prompts = [[{"role": "user", "content": record.question}] if config.chat else record.question for record in records]
     answers = []
     for record, text in zip(records, scorer.write(prompts, writing)):
@@ -269,7 +270,8 @@ def summary(answers: Answers) -> Iterator[tuple[str, float, float | None]]:
     if "log_likelihood" in answers[0]:
         nats, tokens, size = (sum(answer[key] for answer in answers) for key in ("log_likelihood", "tokens", "bytes"))
         yield "bits_per_byte", -nats / size / math.log(2), None
-        yield "perplexity", math.exp(-nats / tokens), None
+        with np.errstate(over="ignore"):
+            yield "perplexity", float(np.exp(-nats / tokens)), None
     for name in (name for name, value in answers[0].items() if isinstance(value, float) and name != "log_likelihood"):
         values = np.array([answer[name] for answer in answers])
         yield name, values.mean(), values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else None

@@ -234,7 +234,7 @@ def read_documents(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> 
             text = block.content[start:stop].removesuffix(separator)
             try:
                 decoded(text)
-                documents.append(Document(line, (text + end,)))
+                documents.append(Document(line, (text and text + end,)))
             except BadRecord as error:
                 line = block.first + block.content.count(b"\n", 0, start)
                 bad.append(f"{place(block, line + error.lines)}: {error}")
@@ -277,7 +277,8 @@ def document_of(number: int, record: dict, tokenizer: Tokenizer, config: Tokeniz
         texts = (texts[0] + config.end, texts[1])
     if not of_record or not any(weights):
         raise BadRecord("all weights are 0, so there is nothing to learn")
-    texts = (*texts[:-1], texts[-1] + config.end)
+    if any(texts):  # an empty document has no end either, and is left out
+        texts = (*texts[:-1], texts[-1] + config.end)
     return Document(number, tuple(map(str.encode, texts)), tuple(of_record * weight for weight in weights), chat)
 
 

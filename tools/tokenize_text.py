@@ -110,7 +110,9 @@ def main(config: TokenizeText) -> None:
         counts = write(config, files, dataset, tokenizer, state)
         # One write turns what was going on into what is complete.
         dataset.attrs.put({"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts})
-    print_line(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
+    is_whole = "validation" in dataset
+    use = f"flat_tokens.filespec={config.output} trains on it" if is_whole else "a run needs a split validation too"
+    print_line(f"{config.output}: {counted(counts)}; {use}")
     print_line(f"model.vocab must be at least {tokenizer.vocab} (tokenizer {config.tokenizer})")
 
 

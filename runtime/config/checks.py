@@ -50,10 +50,13 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
 
     no_eval = config.patience is not None and config.eval_interval is None
     yield no_eval, "patience", "it counts validations: set eval_interval, or patience=null"
+    no_save = config.patience is not None and config.checkpoint_interval is None
+    yield no_save, "patience", "it keeps the best checkpoint: set checkpoint_interval, or patience=null"
     by = getattr(config, "best_by", "validation_loss")
     yield by != "validation_loss" and config.patience is None, "best_by", "patience goes by it: set that too"
     names = [os.path.basename(file) for file in getattr(config, "eval_tasks", ())]
     yield len(set(names)) < len(names), "eval_tasks", "their figures are named by file: give each another name"
+    yield bool(names) and config.eval_interval is None, "eval_tasks", "validations score them: set eval_interval"
 
     warmup, decay = (getattr(config.training, key, 0) for key in ("warmup_steps", "steps_for_lr"))
     yield decay < warmup, "training.steps_for_lr", f"the warmup is longer, training.warmup_steps = {warmup}"

@@ -68,6 +68,7 @@ def compare(
             continue
         line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
         is_fixed = key not in FREE and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED)
+        is_fixed |= key == "training.ema_decay" and not (old and new)  # the state has an average, or has none
         (refused if is_fixed else changes).append(line)
     known = attributes.get("data", {})
     # An earlier program did not record the tokenizer.

@@ -1,6 +1,7 @@
 """The best of a run's validations so far, and when to stop waiting for a better one."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -31,5 +32,5 @@ class Best:
         """Takes the metrics of the validation after this step; what is not finite is never the best."""
         name = self.by.rpartition("/")[2]  # without the file's: score/glossary.jsonl/acc
         value, sign = values[self.by], -1 if SMALLER_IS_BETTER.search(name) else 1
-        is_better = sign * value > sign * self.value or (value == value and not self.step)
+        is_better = math.isfinite(value) and (not self.step or sign * value > sign * self.value)
         self.step, self.value, self.since = (step, value, 0) if is_better else (self.step, self.value, self.since + 1)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return {**record, "step": step, "time": time} if 0 <= step < 2**53 and 0 <= time < 1e11 else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def last(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The last number of this name, also one that is not finite; None: there is none."""
+    found = (numbers(record).get(name) for record in reversed(records))
+    return next((number for number in found if number is not None), None)
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

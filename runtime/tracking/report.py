@@ -22,7 +22,7 @@ from ledger.pages.render import render
 from ledger.pages.table import Table
 from ledger.units import amount, percent, seconds
 from runtime.files import write_whole
-from runtime.tracking.recorded import Recorded, as_yaml, read_run
+from runtime.tracking.recorded import Recorded, as_yaml, last, read_run
 
 PACKAGES = ("jax", "jaxlib", "numpy", "zarr", "hydra-core", "libtpu", "jax-cuda13-plugin")
 LINKS = {
@@ -136,16 +136,14 @@ def _cards(run: Recorded) -> list[tuple[str, str, str]]:
     skipped = latest("skipped_steps")
     notes = [number("grad_norm", ".3g", "{} gradient norm"), number("bits_per_byte", ".4f", "{} bits per byte")]
     notes.append(f"{skipped} steps skipped" if skipped else "")
-    loss = next((line["loss"] for line in reversed(run.lines) if line.get("loss") is not None), None)
+    loss, validation = (
+        "n/a" if (value := last(run.lines, name)) is None else f"{value:.4f}" for name in ("loss", "validation_loss")
+    )
     memory, host = latest("device_peak_memory_bytes"), latest("host_peak_memory_bytes")
     per_step = f"{seconds(latest('step_time_s'))} a step, of it {seconds(latest('data_wait_s'))} waiting for data"
     return [
-        ("Loss", f"{loss:.4f}" if isinstance(loss, float) else str(loss or "n/a"), "; ".join(filter(None, notes))),
-        (
-            "Validation loss",
-            number("validation_loss", ".4f") or "n/a",
-            f"lowest {min(validated):.4f}" if validated else "",
-        ),
+        ("Loss", loss, "; ".join(filter(None, notes))),
+        ("Validation loss", validation, f"lowest {min(validated):.4f}" if validated else ""),
         ("Tokens a second", number("tokens_per_s", ",.0f") or "n/a", f"{per_step}; MFU {percent(latest('mfu'))}"),
         (
             "Memory, the most so far",

@@ -91,10 +91,12 @@ def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
 # -- What is linear, and in which operands -----------------------------------------------------------------------------
 def sums_stay_sums(before, after) -> bool:
     """Whether a sum may be taken after its terms are converted to another type. Not for whole numbers, which may wrap
-    around where their sum does not; not for rounding to whole numbers; and not for a type without infinity or NaN, such
-    as those of 4 bits, which clips terms to its largest number."""
-    if jnp.issubdtype(after, jnp.inexact) and np.isfinite(np.array(np.inf).astype(after)):
-        return False
+    around where their sum does not; not for rounding to whole numbers; not for a type without infinity or NaN, such as
+    those of 4 bits, which clips terms to its largest number; and not for one without sign or zero."""
+    if jnp.issubdtype(after, jnp.inexact):
+        infinite, *others = np.array([np.inf, -1.0, 0.0]).astype(after)
+        if np.isfinite(infinite) or [complex(number) for number in others] != [-1, 0]:
+            return False
     return before == after or (jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact))
 
 
@@ -125,7 +127,7 @@ def _looked_up(equation) -> tuple:
 # Linear in the operands at these positions together, with the others the same along the pending axis; None: in all.
 _LINEAR_IN_ALL = """
     neg reshape transpose broadcast_in_dim squeeze tile reduce_sum psum cumsum slice rev copy copy_p name split
-    reduce_precision concatenate stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag
+    concatenate stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag
     complex conj
     """
 LINEAR = {
@@ -133,6 +135,7 @@ LINEAR = {
     **dict.fromkeys(("dynamic_slice", "scatter-mul"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
     "scatter-add": (0, 2),
+    "reduce_precision": lambda equation: (0,) if equation.params["exponent_bits"] >= 5 else (),  # as float16 has
     "scatter": _written,
     "gather": _looked_up,
     "triangular_solve": (1,),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import fsspec
 import jax
@@ -25,6 +26,7 @@ from parts import assert_refuses, says
 from several_hosts import ROOT, TRAIN, checkpoints, losses, records, wait_for_step, wait_until, where, write_tiny
 
 import train
+import train_any
 from runtime import run as runtime_run
 from runtime.checkpoints import lock
 from runtime.checkpoints.lock import Ownership
@@ -38,6 +40,8 @@ from runtime.files import flat
 from runtime.run import InFlight, Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps
+from runtime.tracking.best import Best
+from shardlib.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")
 TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.layers=1 model.vocab=128 mesh.d=2 mesh.t=1
@@ -415,6 +419,45 @@ def test_what_may_change_is_said(tiny):
         for key, value in (changes | names).items()
     ]
     assert sorted(resume.compare(now, DATA, attributes, "x")) == sorted(expected)
+
+
+def test_an_average_may_not_begin_or_end():
+    """The state has no average to go on with, or one too many; another decay may be."""
+    keys = ("any_synthetic", ["family=llama"])
+    none, low, high = (
+        load(train_any.Config, keys[0], [*keys[1], f"training.ema_decay={decay}"]) for decay in (0, 0.5, 0.6)
+    )
+    for before, now in ((none, low), (low, none)):
+        assert_refuses("training.ema_decay: ", resume.compare, now, DATA, resume.description(before, DATA), "x")
+    assert len(resume.compare(high, DATA, resume.description(low, DATA), "x")) == 1
+
+
+def test_a_folder_beside_a_url_has_one_run(tmp_path):
+    """Metrics and pages of a run whose root is a URL are on the disk: another root's run of that name keeps its own."""
+    (tmp_path / "config.yaml").write_text("paths: {root_working_dir: 's3://a/runs'}")
+    for root, refuses in (("s3://a/runs", False), ("s3://b/runs", True)):
+        config = SimpleNamespace(paths=SimpleNamespace(root_working_dir=root))
+        run = SimpleNamespace(folder=tmp_path, _config=config)
+        if refuses:
+            parts = f"{tmp_path} has the metrics of the run in s3://a/runs: give this one another paths.model_name"
+            assert_refuses(parts, Run._refuse_another_root, run)
+        else:
+            Run._refuse_another_root(run)
+
+
+def test_a_stop_during_a_validation_that_waits_is_kept(capfd):
+    """With patience a validation goes on after the signal, which several hosts are told of once only: the run stops
+    after it."""
+    stops = iter([False, True, False, False])
+    with jax.set_mesh(make_mesh({"d": 1})):
+        run = SimpleNamespace(
+            _best=Best("validation_loss"), _score=None, _stopping=False, due=lambda *_: True,
+            _config=SimpleNamespace(eval_interval=1), _tracker=MagicMock(), _in_flight=MagicMock(),
+            validation_data=SimpleNamespace(steps=4, source_of=lambda index: "", load=lambda index: None),
+            _signals=SimpleNamespace(stop=lambda: next(stops)),
+        )  # fmt: skip
+        Run.validate_if_due(run, 0, lambda weights, total, count, batch: (total + 1, count + 1), None)
+    assert run._stopping and run._best.step == 1 and next(stops, None) is None
 
 
 def test_other_data_under_the_same_name_are_refused(tiny):

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import zarr
 from pages import ROOT
+from parts import assert_refuses
 from ragged import encoded, files
 
 from runtime.config import command_line
 from runtime.data.flat_tokens import open_split
+from runtime.data.split_writer import write_split
 from tools import make_dataset as tool
 
 CHECKED_IN = ROOT / "synthetic_dataset.zarr"
@@ -25,6 +27,22 @@ def config(*overrides):
 @functools.cache
 def corpus(split):
     return tool.generate(config(), split)
+
+
+def test_the_data_of_another_program_are_kept(tmp_path):
+    """What it wrote itself is written anew, and nothing else: not a split of other data, not a data set with a
+    tokenizer."""
+    for name, attributes in (("split", None), ("tokenizer", {"tokenizer": {"name": "bytes_utf8"}})):
+        path = str(tmp_path / name)
+        if attributes is None:
+            write_split(path, "train", [np.array([1, 2])])
+        else:
+            zarr.open_group(path, mode="a").attrs.put(attributes)
+        before = files(tmp_path)
+        assert_refuses("data set that this program did not write: … new path", tool.main, config(f"path={path}"))
+        assert files(tmp_path) == before
+    for _ in range(2):
+        tool.main(config(f"path={tmp_path}/own", "sequences=2"))
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -209,6 +209,15 @@ def test_exact_match_and_rouge_by_hand():
     assert [same[name] for name in ("exact_match", *tasks.ROUGE)] == [1.0] * 4
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_in_a_chat_ends_with_its_turn(chat):
+    """A tokenizer without a token for the end of ChatML's turns has it among the stops, in a chat alone."""
+    scorer = SimpleNamespace(write=lambda prompts, config: given.append(config.stop) or ["a"], ready=mock.Mock())
+    given, scorer.ready.chat_stops = [], lambda stop: (*stop, "<|im_end|>")
+    tasks.score_questions(scorer, [tasks.Question(question="?", answer=("a",))], tasks.Scoring(chat=chat, stop=(".",)))
+    assert given == [(".", "<|im_end|>") if chat else (".",)]
+
+
 def test_what_cannot_be_asked_is_refused():
     """A chat without a template, and answers that leave no room for a question."""
     scorer, no_template = tasks.Scorer.__new__(tasks.Scorer), ChatError("the tokenizer bytes_utf8 has no chat template")
@@ -272,8 +281,16 @@ def test_what_is_refused(said, arguments, message):
 def test_a_refused_call_keeps_the_file_of_answers(said):
     """What to= has is lost only once the model is read and nothing is refused any more."""
     Path("notes.md").write_text("my notes")
-    said("nowhere", ROOT / "LICENSE", "to=notes.md", status=1)
-    assert Path("notes.md").read_text() == "my notes"
+    assert "lines that this program did not write" in said(FOLDER / "llama", ROOT / "LICENSE", "to=notes.md", status=1)
+    Path("answers.jsonl").write_text(answers := '{"task": "a.txt"}\n')
+    said("nowhere", ROOT / "LICENSE", "to=answers.jsonl", status=1)
+    assert (Path("notes.md").read_text(), Path("answers.jsonl").read_text()) == ("my notes", answers)
+
+
+def test_the_perplexity_of_a_run_that_diverged():
+    """It is infinite where it is larger than any number, and no error."""
+    (_, bits, _), (name, perplexity, _) = tasks.summary([{"log_likelihood": -8000.0, "tokens": 10, "bytes": 40}])
+    assert (name, perplexity) == ("perplexity", float("inf")) and bits > 288
 
 
 def words():

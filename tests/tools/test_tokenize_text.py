@@ -347,6 +347,19 @@ def test_what_ends_a_document():
         assert found == texts and (is_target and [flags.tolist() for flags in is_target]) == targets
 
 
+def test_an_empty_document_has_no_end(capsys):
+    """It is left out with `end` as without: a model would learn to end at once. What is written says that a run needs a
+    validation split too."""
+    Path("a.txt").write_text("ab\n\nb\n")
+    write_lines("a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "b"}])
+    for name in ("a.txt", "a.jsonl"):
+        tokenize(
+            f"input={name}", "separator='\\n'" if name == "a.txt" else "format=text", "end='</s>'", "overwrite=true"
+        )
+        assert sequences()[0] == ["ab</s>", "b</s>"]
+        assert "1 empty documents left out; a run needs a split validation too\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("end, eos, behind", [
     ("<|endoftext|>", 0, [0]), ("<the end:1>", 259, [259]), (".", 2, [16]), ("ab", 2, [67, 68]), ("", 2, []),
 ])  # fmt: skip

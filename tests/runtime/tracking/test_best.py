@@ -11,7 +11,7 @@ from runtime.tracking.best import Best
 def test_the_best_and_how_long_ago_it_was():
     """The best is the smallest loss or the largest score, never nan; a checkpoint keeps it."""
     best = Best.of("validation_loss", ["validation_loss"], {})
-    for step, loss in enumerate([math.nan, 3.0, 2.0, math.nan, 2.0, 2.5], 1):
+    for step, loss in enumerate([math.inf, 3.0, 2.0, math.nan, 2.0, 2.5], 1):
         best.note(step, {"validation_loss": loss, "other": -step})
         best = Best.of("validation_loss", ["validation_loss"], {"best": dataclasses.asdict(best)})
     assert (best.step, best.value, best.since) == (3, 2.0, 3)
