@@ -41,8 +41,8 @@ FACTORED_DECAY, FACTORED_EPS, LEAST_SCALE, MOST_CHANGE = 0.8, 1e-30, 1e-3, 1.0  
 class Training(train.Training):
     # After the warmup, cosine and linear fall to their floor at steps_for_lr; the others do not end by themselves.
     schedule: Literal['cosine', 'linear', 'constant', 'inverse_sqrt'] = 'cosine'
-    # constant and inverse_sqrt: from this step on the rate falls linearly to its floor at steps_for_lr; null: never. A
-    # run without it may be resumed with it.
+    # constant and inverse_sqrt: from this step on a line to the floor at steps_for_lr multiplies the rate; null: never.
+    # A run without it may be resumed with it.
     decay_from: Steps | None = None
     # The batch doubles at each of these steps, up to tokens.batch rows. Smaller batches have fewer microbatches.
     batch_doubles_at: tuple[Count, ...] = ()
