@@ -78,6 +78,15 @@ def as_chat(ready: ReadyModel, config: Generate) -> Generate:
     return replace(config, stop=ready.chat_stops(config.stop))
 
 
+def require_positions(ready: ReadyModel, longest: int) -> None:
+    """Raises RunError for a text beyond learned positions; says so if it is longer than those of the training."""
+    if longest > ready.length:
+        text = f"up to {longest} tokens, of a model that was trained on {ready.length}"
+        if learned_positions(ready.source.model) is not None:
+            raise RunError(f"{text}, and knows no more positions: lower tokens")
+        note(f"{text}: expect nonsense")
+
+
 def say(text: str = "", end: str = "\n") -> None:
     if is_first():
         print(text, end=end, flush=True)
@@ -92,6 +101,7 @@ def converse(ready: ReadyModel, config: Generate) -> None:
             return say()
         messages.append({"role": "user", "content": line.rstrip("\n")})
         ids = ready.ids_of(messages)
+        require_positions(ready, len(ids) + config.tokens)
         (text,) = write(ready, config, [ids], [0], lambda new: say(printable(new), end=""))
         say()
         messages.append({"role": "assistant", "content": text.shown})
@@ -158,11 +168,7 @@ def main(config: Generate) -> None:
                 prompts.append(ready.ids_of(prompt))
             except (ChatError, RunError) as error:
                 raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
-        if (longest := max(map(len, prompts)) + (0 if is_filled else config.tokens)) > ready.length:
-            text = f"up to {longest} tokens, of a model that was trained on {ready.length}"
-            if learned_positions(ready.source.model) is not None:
-                raise RunError(f"{text}, and knows no more positions: lower tokens")
-            note(f"{text}: expect nonsense")
+        require_positions(ready, max(map(len, prompts)) + (0 if is_filled else config.tokens))
         if any(prompts[number : number + 1] != [ids] for (number, _), ids in done.items()):
             raise RunError(f"to={file} has texts of other prompts: give another file")
         write_all(ready, config, prompts, file, done)

@@ -157,6 +157,15 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     assert model.ids_of(messages[:1]) == bytes_of("the cat!") and not model.is_chatml
 
 
+def test_a_conversation_beyond_learned_positions_is_refused(cat_run, said, monkeypatch):
+    """A message is checked as a prompt is, before an answer is drawn."""
+    monkeypatch.setattr(generate, "learned_positions", lambda model: 32)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    refused = said(cat_run, "chat=true", "tokens=40", status=1)
+    longest = len(bytes_of(CHATML)) + 40
+    assert says(f"up to {longest} tokens, … trained on 32, … no more positions: lower tokens", refused)
+
+
 def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     """A tokenizer that has no token for <|im_end|> writes it in several: the text ends before it."""
     tokenizer = replace(ready.kept_tokenizer(cat_run), chat_template=ready.CHATML)
