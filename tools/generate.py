@@ -100,7 +100,10 @@ def converse(ready: ReadyModel, config: Generate) -> None:
         if not (line := sys.stdin.readline()):
             return say()
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        ids = ready.ids_of(messages)
+        try:
+            ids = ready.ids_of(messages)
+        except ChatError as error:
+            raise RunError(str(error)) from error
         require_positions(ready, len(ids) + config.tokens)
         (text,) = write(ready, config, [ids], [0], lambda new: say(printable(new), end=""))
         say()

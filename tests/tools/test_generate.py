@@ -166,6 +166,16 @@ def test_a_conversation_beyond_learned_positions_is_refused(cat_run, said, monke
     assert says(f"up to {longest} tokens, … trained on 32, … no more positions: lower tokens", refused)
 
 
+def test_a_template_that_refuses_a_message_ends_a_conversation(cat_run, said, monkeypatch):
+    """One line with what the template says."""
+    tokenizer = replace(ready.kept_tokenizer(cat_run), chat_template="{{ raise_exception('no users here') }}")
+    monkeypatch.setattr(generate, "ready_model", lambda config: replace(served_before(config), tokenizer=tokenizer))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    refused = said(cat_run, "chat=true", status=1)
+    assert says("error: the chat template does not take the messages … no users here", refused)
+    assert refused.count("\n") == 1
+
+
 def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     """A tokenizer that has no token for <|im_end|> writes it in several: the text ends before it."""
     tokenizer = replace(ready.kept_tokenizer(cat_run), chat_template=ready.CHATML)
