@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from models.decoding import FILTERS
 from models.layers import learned_positions
 from models.reading import Reader
 from runtime.config import command_line
@@ -146,6 +147,8 @@ def main(config: Generate) -> None:
         raise RunError(f"{' and '.join(keys)}: expected one of them")
     if config.samples > 1 and config.beams > 1:
         raise RunError("samples and beams: beam search finds one text, expected one of them")
+    if config.beams > 1:
+        require_default(config, ("seed", *FILTERS), "beam search draws nothing: leave it out, or beams")
     if config.chat and not keys:
         why = "a conversation is written to the terminal. Give prompt or input"
         require_default(config, ("to", "output", "samples", "num_hosts"), why)

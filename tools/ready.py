@@ -76,6 +76,10 @@ class Writing(Drawing):
     stop: tuple[NotEmpty, ...] = ()  # a text ends before any of these
     rows: Count = 8  # texts that are written at the same time
 
+    def __post_init__(self) -> None:
+        if self.beams > 1 and self.repetition_penalty != 1:
+            raise ValueError("repetition_penalty: beam search applies none: expected 1, or beams = 1")
+
 
 # == From a folder to a generator ======================================================================================
 @dataclass(frozen=True)

@@ -549,3 +549,13 @@ def test_a_run_scores_tasks_of_lm_eval_harness(cat_run, said, harness, pool):
     arguments = [*(f"{key}={value}" for key, value in harness.items()), "limit=2", "length=32", "tokens=16"]
     assert found == again[0] and sorted(found) == sorted(scorer.metrics)
     assert as_printed(found) == values_of(said(cat_run, *arguments))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_task_with_beams_and_a_repetition_penalty_is_refused(cat_run, said, harness, tmp_path):
+    """Beam search would answer its questions without the penalty."""
+    file = tmp_path / "our_nq_open.yaml"
+    how = {"until": ["\n"], "num_beams": 2, "repetition_penalty": 1.5}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"generation_kwargs": how}))
+    refused = said(cat_run, "harness=our_nq_open", f"include_path={tmp_path}", "tokens=12", status=1)
+    assert says("generation_kwargs: repetition_penalty = 1.5: beam search … expected 1, or beams = 1", refused)
