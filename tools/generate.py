@@ -26,7 +26,7 @@ from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.data.tokenizers import ChatError
 from runtime.files import MOST_BYTES, read_bytes
-from runtime.terminal import RunError, printable, progress, run_errors
+from runtime.terminal import RunError, print_note, printable, progress, run_errors
 from tools.hosts import from_first, is_first, note
 from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, append, ready_model, start_mesh, values_of, write
 
@@ -186,6 +186,9 @@ def write_all(
     """Writes the texts that are not done, in the order of the prompts."""
     numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
     left = [pair for pair in numbered if pair not in done]
+    kept = len(numbered) - len(left)
+    if kept and is_first():
+        print_note(f"to={file}: {kept} of {len(numbered)} texts are there already.")
     # A single text is shown as it grows.
     grows = len(numbered) == 1 and config.output == "text" and file is None
 
@@ -197,7 +200,7 @@ def write_all(
         show(config.prompt)
     texts = write(ready, config, [prompts[number] for number, _ in left], [sample for _, sample in left], show)
     is_shown = file is not None and is_first()
-    bar = progress(texts, total=len(numbered), initial=len(done), unit=" texts", disable=not is_shown)
+    bar = progress(texts, total=len(numbered), initial=kept, unit=" texts", disable=not is_shown)
     for text, (number, sample) in zip(bar, left):
         record = record_of(number, sample, prompts[number], text)
         if file is not None:

@@ -75,20 +75,26 @@ def test_a_text_ends_before_a_stop(cat_run, said):
 
 
 def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_path):
-    """Each prompt and sample has a line; a run killed in the middle of a line is continued with the same texts."""
+    """Each prompt and sample has a line; a run killed in the middle of a line is continued with the same texts.
+    A line says how many were there already."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     texts = "the cat", "on the mat", "sat\u2028"  # a line separator, which ends no line
     prompts.write_text("".join(json.dumps({"q": text}, ensure_ascii=False) + "\n" for text in texts))
     given = [cat_run, f"input={prompts}", "prompt_field=q", f"to={out}", "tokens=8", "samples=2", "rows=4"]
     said(*given)
     whole = out.read_text()
+    assert "there already" not in said.note
     records = list(map(json.loads, whole.splitlines()))
     assert [(record["prompt_number"], record["sample"]) for record in records] == [
         (n, s) for n in range(3) for s in range(2)
     ]
     out.write_text("".join(whole.splitlines(keepends=True)[:3]) + '{"prompt_num')
     said(*given)
+    assert out.read_text() == whole and says(f"to={out}: 3 of 6 texts are there already", said.note)
+    assert said(*given) == "" and says(f"to={out}: 6 of 6 texts are there already", said.note)
     assert out.read_text() == whole
+    said(*given, "samples=1")
+    assert says(f"to={out}: 3 of 3 texts are there already", said.note)
     alone = said(cat_run, "prompt=on the mat", "tokens=8", "seed=1", "output=ids")
     assert list(map(int, alone.split())) == records[3]["ids"]
     prompts.write_text('{"q": "the dog"}\n')
