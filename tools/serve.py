@@ -66,7 +66,8 @@ class Serve(OnFewerBytes):
 
 
 # == What clients ask for ==============================================================================================
-_MAX_TOKENS = pydantic.Field(validation_alias=pydantic.AliasChoices("max_tokens", "max_completion_tokens"))
+_MOST = "max_tokens", "max_completion_tokens"  # two names, of which the second is the newer
+_MAX_TOKENS = pydantic.Field(validation_alias=pydantic.AliasChoices(*_MOST))
 Stop = Annotated[str, MinLen(1), MaxLen(256)]
 # Values that a client may send because they change nothing. null counts as absent for any key.
 WITHOUT_EFFECT: dict[str, list[Any]] = {
@@ -196,6 +197,8 @@ class Api:
             if isinstance(content, dict):
                 values = {key: content[key] for key in content.keys() - IGNORED if content[key] is not None}
                 content = {key: value for key, value in values.items() if value not in WITHOUT_EFFECT.get(key, [])}
+                if content.keys() >= {*_MOST} and content[_MOST[0]] != content.pop(_MOST[1]):
+                    raise ValueError(f"{' and '.join(_MOST)} differ: expected one of them")
             return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
             first, *others = wrong.errors()

@@ -98,7 +98,8 @@ OTHERS_WITHOUT_EFFECT = dict(
 
 
 def test_parameters_without_effect(server):
-    """Values that change nothing are taken; max_completion_tokens is the newer name of max_tokens."""
+    """Values that change nothing are taken; max_completion_tokens is the newer name of max_tokens, and
+    the two may be equal."""
     expected, given = server.complete(**SAMPLED), server.complete(**SAMPLED, **WITHOUT_EFFECT)
     assert given.choices == expected.choices and given.usage == expected.usage
     create = functools.partial(server.chat, messages=[{"role": "user", "content": "the cat"}], seed=3)
@@ -106,6 +107,7 @@ def test_parameters_without_effect(server):
     for more in (CHAT_WITHOUT_EFFECT, OTHERS_WITHOUT_EFFECT):
         given = create(max_completion_tokens=8, **more)
         assert given.choices == expected.choices and given.usage.completion_tokens == 8
+    assert create(max_tokens=8, max_completion_tokens=8).choices == expected.choices
 
 
 def texts_of(completion):
@@ -214,6 +216,8 @@ def test_the_model_by_its_name(server):
     (b'{"prompt": []}', "the ids []: expected one or more"),
     (b'{"prompt": "a", "n": 7}', "7 answers: at most 6 at once"),
     (b'{"prompt": "a", "max_tokens": 255}', "2 tokens and max_tokens=255: at most 256"),
+    (b'{"prompt": "a", "max_tokens": 2, "max_completion_tokens": 3}',
+     "max_tokens and max_completion_tokens differ: expected one of them"),
     (b" " * 2**20, "a request has at most 81,920 bytes"),
 ])  # fmt: skip
 def test_what_is_refused(server, body, message):
