@@ -43,6 +43,17 @@ def title_of(config: PlanGenerate, ledger: Ledger, cache_bytes: int) -> str:
     )
 
 
+def slots_of(prompt: int, length: int) -> int:
+    """The slots of a row that tools.serve allocates, as `decoding.Slots` rounds them up: room for a token more, and for
+    a whole chunk behind it.
+
+    Args:
+      prompt: tokens of the longest prompt that the decoder reads.
+    """
+    chunk = min(decoding.CHUNK, max(1 << max(prompt - 2, 0).bit_length(), decoding.SMALLEST_CHUNK))
+    return -(-(length + 1 + chunk) // decoding.SLOTS) * decoding.SLOTS
+
+
 def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split rows, and as
     `opened`."""
@@ -53,14 +64,14 @@ def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     with jax.sharding.use_abstract_mesh(abstract_mesh(mesh)), ThreadPoolExecutor() as pool:
         source, weights = opened(config, mesh, config.compute_dtype, pool)
         require_writer(source)
-        slots = -(-config.length // decoding.SLOTS) * decoding.SLOTS
+        family: Any = source.family
+        slots = slots_of(1 if family.KIND == "both" else config.length, config.length)
         decoding.is_planned = True
         try:
-            programs = decoding.Programs(source.family, source.model, weights, config.weights)
+            programs = decoding.Programs(family, source.model, weights, config.weights)
             traced = decoding.traced_step(programs, weights, config.rows, slots)
         finally:
             decoding.is_planned = False
-    family: Any = source.family
     ledger = of_step(traced, mesh, source=family.__file__, tokens=config.rows)
     cache: Any = traced.args_info[0][1]
     held = sum(math.prod(array.shape) * array.dtype.itemsize for array in (cache.k, cache.v, cache.memory) if array)

@@ -15,10 +15,11 @@ from ledger.count.step import of_step
 from ledger.machines import hardware, roofline
 from ledger.units import gigabytes, number
 from models import decoding, huggingface, llama
-from models.decoding import Programs, traced_step
+from models.decoding import Programs, Slots, traced_step
 from runtime.config.command_line import load
 from runtime.terminal import RunError
 from tools import plan, plan_generate
+from tools.ready import ready_model
 
 
 def config_of(name, *overrides):
@@ -31,7 +32,7 @@ def test_memory_and_time_are_those_by_hand():
     hand."""
     config = config_of("llama", "hardware=h200", "mesh.d=2", "mesh.t=2", "rows=6", "length=200")
     ledger, cache = plan_generate.ledger_of(config)
-    V, M, F, K, Q, D, layers, slots = 40, 16, 24, 2, 2, 8, 2, 256
+    V, M, F, K, Q, D, layers, slots = 40, 16, 24, 2, 2, 8, 2, 512  # 200, 1 and a chunk of 256
     matrices = layers * (2 * Q * K * D * M + 2 * K * D * M + 3 * M * F) + 2 * V * M
     norms = (2 * layers + 1) * M
     assert ledger.memory.by_kind()["weights"] == 2 * matrices // 2 + 4 * norms
@@ -52,6 +53,20 @@ def test_memory_and_time_are_those_by_hand():
     assert f" to {number(6 / estimate.step_s)}. 1.00P tokens: {1e15 / 6 * estimate.step_s / 86400:,.3g} to " in text
     assert f"; cache {gigabytes(cache)} a device." in plan_generate.title_of(config, ledger, cache)
     assert "Memory of one device: forecast of the peak" in text and "It will not fit" not in text
+
+
+@pytest.mark.parametrize("name, mesh, length", [
+    ("llama", (1, 1), 100), ("llama", (2, 2), 128), ("llama", (1, 1), 1000), ("t5_gated", (1, 1), 100),
+])  # fmt: skip
+def test_the_cache_is_that_of_a_server(name, mesh, length):
+    """Its bytes are those of the arrays that tools.serve allocates for rows of this length."""
+    axes = [f"mesh.{axis}={size}" for axis, size in zip("dt", mesh)]
+    config = config_of(name, "rows=2", f"length={length}", "compute_dtype=float32", *axes)
+    _, planned = plan_generate.ledger_of(config)
+    with on_mesh(*mesh):
+        cache = Slots(ready_model(config).generator, config.rows, length, length + 1).cache
+    arrays = [cache.k, cache.v] if cache.memory is None else [cache.k, cache.v, cache.memory]
+    assert planned == sum(array.addressable_shards[0].data.nbytes for array in arrays)
 
 
 @pytest.mark.parametrize("name", ["gemma", "llama_linear_tied", "llama"])

@@ -98,8 +98,8 @@ OTHERS_WITHOUT_EFFECT = dict(
 
 
 def test_parameters_without_effect(server):
-    """Values that change nothing are taken; max_completion_tokens is the newer name of max_tokens, and
-    the two may be equal."""
+    """Values that change nothing are taken; max_completion_tokens is the newer name of max_tokens, and the
+    two may be equal."""
     expected, given = server.complete(**SAMPLED), server.complete(**SAMPLED, **WITHOUT_EFFECT)
     assert given.choices == expected.choices and given.usage == expected.usage
     create = functools.partial(server.chat, messages=[{"role": "user", "content": "the cat"}], seed=3)
