@@ -54,7 +54,8 @@ class Judge:
     def _load(self, key: str) -> list[str]:
         with needs_package(key, "lm_eval", INSTALL):
             from lm_eval.tasks import TaskManager
-        manager, metrics = TaskManager(include_path=self.config.include_path), []
+        manager, metrics = TaskManager(include_path=self.config.include_path), list[str]()
+        known = set[str]()
         for pattern in (self.config.harness or "").split(","):
             if not (names := manager.match_tasks([pattern])):
                 near = [
@@ -65,6 +66,9 @@ class Judge:
                 with reading(name):
                     loaded = manager.load(name)
                 groups, tasks = loaded["groups"], loaded["tasks"]
+                if twice := known & tasks.keys():
+                    raise RunError(f"{key}: {min(twice)} is asked for twice, by its name or in a group: leave one out")
+                known |= tasks.keys()
                 self.tasks += [groups[name]] if name in groups else tasks.values()
                 for task in tasks.values():
                     filters = [filter_["name"] for filter_ in task.config.filter_list or ()] or ["none"]

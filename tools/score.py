@@ -40,7 +40,7 @@ class Score(Harness, Scoring, OnDevices):
 
 # == All of it =========================================================================================================
 def row(task: str, metric: str, value: float, error: Any, count: int) -> tuple[str, str, str, str, str]:
-    return task, metric, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "", str(count)
+    return task, metric, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "", str(count or "")
 
 
 def require_writable(file: Path) -> None:

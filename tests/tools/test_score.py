@@ -534,6 +534,8 @@ def test_tasks_of_lm_eval_harness(cat_run, said, harness):
     assert kept[:5] == ["exam.jsonl"] * 3 + ["texts.jsonl"] * 2 and set(kept[5:]) == asked and len(kept) == 14
     refused = said(cat_run, "harness=our_arc", "include_path=.", status=1)
     assert says("harness: … no task our_arc; the nearest is our_arc_easy", refused)
+    refused = said(cat_run, "harness=ours,our_arc_easy", "include_path=.", status=1)
+    assert says("harness: our_arc_easy is asked for twice, by its name or in a group: leave one out", refused)
 
 
 @pytest.mark.filterwarnings("ignore")
