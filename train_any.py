@@ -40,7 +40,7 @@ from models.layers import act, stored
 from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Count, Decay, Fraction, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
+from runtime.config.keys import Count, Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Share, Steps
 from runtime.config.rebuild import all_keys, as_tree, rebuild, shown
 from runtime.config.sizes import nearest_multiples
 from runtime.data.sources import tokenizer_of
@@ -80,7 +80,7 @@ class Lora:  # Hu et al. 2021
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:  # the objective of encoders
-    share: Fraction = 0.15  # share of the tokens that are predicted
+    share: Share = 0.15  # share of the tokens that are predicted
     token: Steps | None = None  # the id that replaces them; null: the tokenizer's mask_token
 
 
@@ -841,8 +841,10 @@ def shapes(config: Config) -> tuple[State, Any]:
     task, mesh, tokens = task_of(config), config.mesh, config.training.tokens
     if task.pieces:
         of_stages = 'model.layers', config.model.layers, mesh.p * task.pieces, 'mesh.p · training.pieces'
-        parts = config.training.microbatches // 2 ** len(config.training.batch_doubles_at)
-        for key, size, count, what in of_stages, ('training.microbatches', parts, mesh.p, 'mesh.p'):
+        doubled = 2 ** len(config.training.batch_doubles_at)  # the smallest batch has so many times fewer microbatches
+        what = 'mesh.p' if doubled == 1 else f'mesh.p · {doubled}, for training.batch_doubles_at,'
+        of_batch = 'training.microbatches', config.training.microbatches, mesh.p * doubled, what
+        for key, size, count, what in of_stages, of_batch:
             if size % count:
                 fix = nearest_multiples(size, count)
                 raise RunError(f'{key} = {size}: dealt out to {what} = {count}: set it to {fix}')
@@ -854,7 +856,8 @@ def shapes(config: Config) -> tuple[State, Any]:
         if mesh.c > 1 and parts % (2 * mesh.c):
             fix = nearest_multiples(parts, 2 * mesh.c)
             raise RunError(f'{key} = {parts}: expected a multiple of 2 · mesh.c = {2 * mesh.c}: set it to {fix}')
-    check_sizes(config, i32['L/c'], jax.ShapeDtypeStruct((tokens.len,), jnp.int32))
+    for length in filter(None, (tokens.len, tokens.read_len)):
+        check_sizes(config, i32['L/c'], jax.ShapeDtypeStruct((length,), jnp.int32))
     if task.along_c.way != 'deal':  # each device has positions from the front and from the end
         check_sizes(config, i32['2 l/c'], jax.ShapeDtypeStruct((2, tokens.len // 2), jnp.int32))
     state = jax.eval_shape(functools.partial(drawn_state, config), np.uint32(0))

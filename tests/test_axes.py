@@ -391,6 +391,12 @@ REFUSED = [
     ('fp8=true mesh.p=2', 'mesh.p = 2: products in 8 bits cannot be dealt'),
     ('--config-name=any_pipeline training.pieces=3', 'model.layers = 8: … mesh.p · training.pieces = 12'),
     ('--config-name=any_pipeline training.microbatches=2', 'training.microbatches = 2: … mesh.p = 4: set'),
+    (
+        '--config-name=any_pipeline training.batch_doubles_at=[2,3]',
+        'training.microbatches = 8: … mesh.p · 4, for training.batch_doubles_at, = 16: set it to 16',
+    ),
+    ('family=t5 mesh.c=2 training.tokens.read_len=33', 'training.tokens.read_len = 33: … set it to 32 or 34'),
+    ('family=bert masking.share=0', 'masking.share = 0: expected a number above 0'),
     ('--config-name=any_pipeline model.vocab=1281', 'dim V has size 1281 … p=4 cannot divide'),
     ('--config-name=any_pipeline mesh.d=16', 'training.microbatches = 64 / 8: dim B … d=16'),
     ('family=t5 mesh.p=2 training.tokens.read_len=16', 'mesh.p = 2: a model with an encoder'),

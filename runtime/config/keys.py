@@ -27,6 +27,7 @@ Seed = Annotated[int, Interval(ge=0, lt=2**32), "a whole number from 0 to 429496
 Positive = Annotated[float, Interval(ge=2**-126, lt=2**128), "a number above 0 that float32 holds"]
 NotNegative = Annotated[float, Interval(ge=0, lt=2.0**128), "a number, 0 or more, that float32 holds"]
 Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
+Share = Annotated[float, Interval(gt=0, le=1), "a number above 0, to 1"]
 Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
 Momentum = Annotated[float, Interval(ge=0, lt=1 - 2**-25), "a number from 0 to below 1 that float32 holds"]
 NotEmpty = Annotated[str, MinLen(1), "text, not empty"]
