@@ -373,7 +373,9 @@ def drops_of(task: Task, training: Training, step: jax.Array | None, rows: jax.A
     """The dropouts of these rows in this step; None in validation, which has no step."""
 
     def of(name, rate):
-        return Dropout(rate, optimizers.seed_of(training, name, step), rows) if rate and step is not None else None
+        if not rate or step is None:
+            return None
+        return Dropout(rate, optimizers.seed_of(training, name, step), rows, task.along_c.in_order)
 
     return of('dropout', training.dropout), of('lora.dropout', task.lora.dropout)
 

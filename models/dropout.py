@@ -2,7 +2,7 @@
 the same on any mesh.
 
     bits = random_bits(seed, parse('M/w F/t').dims, w.shape)          # u32['M/w F/t']
-    dropout = Dropout(0.1, seed, rows)                                # for layers.hidden
+    dropout = Dropout(0.1, seed, rows, along_c.in_order)              # for layers.hidden
 
 `jax.random` under `shard_map` gives each device the numbers of its own part. A key for each element, as
 models/decoding.py has for each token, would take some 120 integer operations; this takes 9.
@@ -10,7 +10,7 @@ models/decoding.py has for each token, would take some 120 integer operations; t
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -30,15 +30,19 @@ def mixed(seed: jax.Array, number: jax.Array) -> jax.Array:
     return x ^ (x >> np.uint32(16))
 
 
-def random_bits(seed: jax.Array, dims: Sequence[Dim], shape: Sequence[int]) -> jax.Array:
+def random_bits(
+    seed: jax.Array, dims: Sequence[Dim], shape: Sequence[int], in_order: Callable[[jax.Array], jax.Array] | None = None
+) -> jax.Array:
     """Uniform numbers, uint32, for the elements of an array: a function of the seed and of the place in the whole.
 
     Args:
       seed: uint32; a scalar, or an array whose dims come before the others: a seed for each of its elements.
       dims, shape: the dims to make, and their sizes on a device.
+      in_order: puts positions, the dims L and S, in their order in memory (`Context.in_order`); None: as they are.
     """
     for dim, size in zip(dims, shape, strict=True):
         place = jnp.arange(size * math.prod(map(shardops.axis_size, dim.axes)), dtype=jnp.uint32)
+        place = in_order(place) if in_order and dim.name in ('L', 'S') else place
         if dim.axes:
             place = shardops.slice(f'{dim.name} -> {dim}', place)
         seed = mixed(seed[..., None], jnp.expand_dims(place, range(seed.ndim)))
@@ -54,6 +58,7 @@ class Dropout:
     rate: float  # the part that becomes zero
     seed: jax.Array  # u32[''], another at each step
     rows: jax.Array  # u32['B/b'], the row's number in the whole batch
+    in_order: Callable[[jax.Array], jax.Array] | None = None  # as in `random_bits`
 
     def of_layer(self, number: jax.Array) -> 'Drop':
         return Drop(self, mixed(self.seed, number))
@@ -67,7 +72,8 @@ class Drop:
 
     def __call__(self, spec: str, x: jax.Array) -> jax.Array:
         rate, seed = self.dropout.rate, mixed(self.seed, jnp.uint32(next(self.calls)))
-        bits = random_bits(mixed(seed, self.dropout.rows), parse(spec).dims[1:], x.shape[1:])
+        seed = mixed(seed, self.dropout.rows)
+        bits = random_bits(seed, parse(spec).dims[1:], x.shape[1:], self.dropout.in_order)
         return jnp.where(bits >= np.uint32(rate * 2**32), x / (1 - rate), jnp.zeros((), x.dtype))
 
 

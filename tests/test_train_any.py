@@ -253,23 +253,33 @@ def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
     assert 1 / 1.1 < ledger.memory.bytes / xlas < 1.1
 
 
-@pytest.mark.parametrize(
-    "name, d, t", [("llama", 4, 2), *(pytest.param("gpt2", d, 2, marks=pytest.mark.slow) for d in (2, 4))]
-)
-def test_dropout_is_the_same_on_any_mesh(name, d, t, pool):
-    """The loss and each gradient are those of one device, to rounding; another seed has others."""
+ADAPTERS = {"lora": train_any.Lora(rank=2, alpha=1.0, dropout=0.25)}
+
+
+@pytest.mark.parametrize("name, mesh, keys", [
+    ("llama", {"d": 4, "t": 2}, {}),
+    ("llama", {"d": 2, "c": 2, "t": 2}, {}),  # gathers keys
+    ("llama", {"c": 2}, ADAPTERS | {"context": "ring"}),
+    *(pytest.param("gpt2", {"d": d, "t": 2}, {}, marks=pytest.mark.slow) for d in (2, 4)),
+    *(pytest.param("gpt2", {"c": c, "t": 2}, keys, marks=pytest.mark.slow) for c, keys in ((2, ADAPTERS), (4, {}))),
+])  # fmt: skip
+def test_dropout_is_the_same_on_any_mesh(name, mesh, keys, pool):
+    """The loss and each gradient are those of one device, to rounding; another seed has others. So it is of adapters'
+    inputs, of rows of several sequences, and where a device has positions from both ends of a row."""
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
 
-    def found(d, t, seed=5):
-        training = dataclasses.replace(OF_GRADIENTS, dropout=0.25, seed=seed)
-        with on_mesh(d, t):
+    def found(seed=5, **mesh):
+        training = dataclasses.replace(OF_GRADIENTS, dropout=0.0 if keys else 0.25, seed=seed)
+        config = config_of(model, training=training, **keys, mesh=train_any.Mesh(**mesh))
+        with on_mesh(**mesh):
             weights = jax.tree.map(np.asarray, weights_of(source, pool)[0])
-            new, metrics = stepped(config_of(model, d, t, training), weights, batch_of(oracle_of(name)))
+            low = drawn_adapters(train_any.task_of(config)) if keys else None
+            new, metrics = stepped(config, weights, batch_of(oracle_of(name)), low)
         return metrics.loss, jax.tree.leaves(new.adam_mu)
 
-    (one, of_one), (several, of_several) = found(1, 1), found(d, t)
-    assert several == pytest.approx(one, rel=1e-6) and abs(one - found(1, 1, seed=6)[0]) > 1e-3
+    (one, of_one), (several, of_several) = found(), found(**mesh)
+    assert several == pytest.approx(one, rel=1e-6) and abs(one - found(seed=6)[0]) > 1e-3
     for a, b in zip(of_one, of_several, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
 
