@@ -78,7 +78,7 @@ class Drop:
 
 
 class Residual(str):
-    """'M/t', the residual's layout, with dropout: `layers.reduce_residual` drops elements of what it adds."""
+    """'M/t', the residual's layout, with dropout: `layers.with_dropout` drops elements of what is added."""
 
     drop: Drop
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Float32, Int8, Int32
 
 from jax_extra import save_for_backward
-from models.layers import act, reduce_residual
+from models.layers import act, reduce_residual, with_dropout
 from shardlib import shardops
 from shardlib.products import Adapted, Quantized, product
 from shardlib.shardtypes import f32, i32, pytree_dataclass
@@ -257,4 +257,4 @@ def mixture(model, x, router, experts: tuple, M: str):
         return reduce_residual(experts_without_loss(model, x, choices, experts), M), routing
     y, dropped = experts_with_capacity(model, x, choices, experts)
     y = shardops.all_gather('B/b L/c M/t -> B/b L/c M', y) if M == 'M' else y
-    return y, replace(routing, dropped=dropped)
+    return with_dropout(y, M), replace(routing, dropped=dropped)

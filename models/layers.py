@@ -51,7 +51,11 @@ def reduce_residual(y, M: str):
     """The sum over t of what the devices computed, laid out like the residual."""
     if M == 'M':
         return shardops.psum('B/b L/c M +t -> B/b L/c M', y)
-    y = shardops.psum_scatter('B/b L/c M +t -> B/b L/c M/t', y)
+    return with_dropout(shardops.psum_scatter('B/b L/c M +t -> B/b L/c M/t', y), M)
+
+
+def with_dropout(y, M: str):
+    """What is added to the residual, laid out like it, by M without some elements."""
     return M.drop('B/b L/c M/t', y) if isinstance(M, Residual) else y
 
 

@@ -256,20 +256,22 @@ def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
 ADAPTERS = {"lora": train_any.Lora(rank=2, alpha=1.0, dropout=0.25)}
 
 
-@pytest.mark.parametrize("name, mesh, keys", [
-    ("llama", {"d": 4, "t": 2}, {}),
-    ("llama", {"d": 2, "c": 2, "t": 2}, {}),  # gathers keys
-    ("llama", {"c": 2}, ADAPTERS | {"context": "ring"}),
-    *(pytest.param("gpt2", {"d": d, "t": 2}, {}, marks=pytest.mark.slow) for d in (2, 4)),
-    *(pytest.param("gpt2", {"c": c, "t": 2}, keys, marks=pytest.mark.slow) for c, keys in ((2, ADAPTERS), (4, {}))),
+@pytest.mark.parametrize("name, mesh, keys, changes", [
+    ("llama", {"d": 4, "t": 2}, {}, {}),
+    ("llama", {"d": 2, "c": 2, "t": 2}, {}, {}),  # gathers keys
+    ("llama", {"c": 2}, ADAPTERS | {"context": "ring"}, {}),
+    *(pytest.param("gpt2", {"d": d, "t": 2}, {}, {}, marks=pytest.mark.slow) for d in (2, 4)),
+    pytest.param("gpt2", {"c": 2, "t": 2}, ADAPTERS, {}, marks=pytest.mark.slow),
+    pytest.param("olmoe", {"c": 4, "e": 2}, {}, {"capacity": 4.0, "capacity_parts": 8}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_dropout_is_the_same_on_any_mesh(name, mesh, keys, pool):
+def test_dropout_is_the_same_on_any_mesh(name, mesh, keys, changes, pool):
     """The loss and each gradient are those of one device, to rounding; another seed has others. So it is of adapters'
-    inputs, of rows of several sequences, and where a device has positions from both ends of a row."""
+    inputs, of rows of several sequences, where a device has positions from both ends of a row, and of experts with
+    slots enough."""
     source = huggingface.open_weights(FOLDER / name, pool)
-    model = dataclasses.replace(source.model, compute_dtype="float32")
 
-    def found(seed=5, **mesh):
+    def found(seed=5, changes=None, **mesh):
+        model = dataclasses.replace(source.model, compute_dtype="float32", **changes or {})
         training = dataclasses.replace(OF_GRADIENTS, dropout=0.0 if keys else 0.25, seed=seed)
         config = config_of(model, training=training, **keys, mesh=train_any.Mesh(**mesh))
         with on_mesh(**mesh):
@@ -278,7 +280,7 @@ def test_dropout_is_the_same_on_any_mesh(name, mesh, keys, pool):
             new, metrics = stepped(config, weights, batch_of(oracle_of(name)), low)
         return metrics.loss, jax.tree.leaves(new.adam_mu)
 
-    (one, of_one), (several, of_several) = found(), found(**mesh)
+    (one, of_one), (several, of_several) = found(), found(changes=changes, **mesh)
     assert several == pytest.approx(one, rel=1e-6) and abs(one - found(seed=6)[0]) > 1e-3
     for a, b in zip(of_one, of_several, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
