@@ -192,8 +192,9 @@ def resolved(config: Config) -> Config:
         raise RunError('fp8 = true: experts have no 8-bit form: set it to false')
     check_encoder(config, family_of(model).KIND, model)
     check_stages(config, family_of(model).KIND)
-    if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
-        raise RunError(f'model.attention = {model.attention} has no probabilities for training.dropout: set it to auto')
+    for key, by in ('model.attention', getattr(model, 'attention', 'auto')), ('context', config.context):
+        if config.training.dropout and by not in ('auto', 'einsum'):
+            raise RunError(f'{key} = {by} has no probabilities for training.dropout: set it to auto')
     new = replace(config, model=model)
     for key, value in {'origins': config.origins, 'given': config}.items():  # given: what the run's config.yaml says
         object.__setattr__(new, key, value)  # frozen for everyone else

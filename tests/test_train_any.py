@@ -614,6 +614,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["lora.rank=2", "training.optimizer=muon"], "training.optimizer = muon: it is for the matrices"),
         (["training.dropout=0.1", "model.attention=blockwise"],
          "model.attention = blockwise has no probabilities"),
+        (["training.dropout=0.1", "context=ring"], "context = ring has no probabilities for training.dropout"),
         (["training.batch_doubles_at=[1,2]", "training.microbatches=2"],
          "training.batch_doubles_at = [1, 2]: training.microbatches = 2 is halved"),
         (["training.batch_doubles_at=[2,1]"], "training.batch_doubles_at = [2, 1]: expected … increasing"),
