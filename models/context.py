@@ -26,7 +26,6 @@ from kernels.blockwise import KeyPosition, Keys, OfRows, Position, Queries
 from kernels.ring import ring
 from models.dropout import Drop
 from models.mesh import Mesh
-from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
@@ -114,7 +113,7 @@ class Rows:
           by: a name of kernels/attention.py.
           window: positions that a query sees, its own included: an int, or a scalar array.
           cap: logits are cap · tanh(logits / cap).
-          drop: the probabilities' dropout; attention is then computed as written out.
+          drop: the probabilities' dropout; attention is then computed as written out. A ring takes none.
         """
         if self.context.way == 'deal':
             whole = functools.partial(attention, by, segment=self.segment, window=window, cap=cap, drop=drop)
@@ -125,7 +124,7 @@ class Rows:
         of_queries = self.context.part(self.place), self.context.part(self.segment)
         with jax.named_scope('causal'):
             if self.context.way == 'ring':
-                return in_a_ring(q, k, v, *of_queries, window, cap, drop)
+                return in_a_ring(q, k, v, *of_queries, window, cap)
             of_keys = self.context.in_order(self.place), self.context.in_order(self.segment)
             return of_gathered_keys(by, q, k, v, of_queries, of_keys, window, cap, drop)
 
@@ -163,15 +162,13 @@ def by_blocks(
 @typed
 def in_a_ring(
     q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'], position: i32['L/c'],
-    segment: i32['B/b L/c'], window, cap: float | None, drop: Drop | None,
+    segment: i32['B/b L/c'], window, cap: float | None,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
     """Attention of a device's positions to keys that are passed from device to device (Liu et al. 2023), in blocks: two
     parts of the keys are in memory at a time, and no turn is kept.
 
     Sends 4KD/t bytes a token of a part in each of c - 1 turns; backward that again, and 8KD/t of gradients in c turns.
     """
-    if drop is not None:
-        raise RunError('context = ring: attention has no dropout there: set training.dropout=0, or context=auto')
     kept, passed = 'B/b L/c Q K/t D', 'B/b [S/c] K/t D'
     types = f'{kept}, {passed}, {passed}, L/c, [S/c], B/b L/c, B/b [S/c],  -> {kept}'
 
