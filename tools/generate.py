@@ -12,7 +12,8 @@ models/decoding.py has the mathematics.
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from models.decoding import FILTERS
+from models.huggingface import fingerprint
 from models.layers import learned_positions
 from models.reading import Reader
 from runtime.config import command_line
@@ -111,14 +113,26 @@ def converse(ready: ReadyModel, config: Generate) -> None:
         messages.append({"role": "assistant", "content": text.shown})
 
 
-def finished(file: Path) -> dict[tuple[int, int], list[int]]:
-    """Prompts whose texts are already in the file. Drops a last line that was cut short."""
+def made_with(ready: ReadyModel, config: Generate) -> dict[str, Any]:
+    """What texts follow from besides their prompts: the weights, and how they are written."""
+    with ThreadPoolExecutor() as pool:
+        model = {"model": fingerprint(ready.source, pool), "compute_dtype": ready.source.model.compute_dtype}
+    keys = [field.name for field in fields(Writing) if field.name != "rows"]
+    return model | {key: getattr(config, key) for key in ("weights", *keys)} | {"stop": list(config.stop)}
+
+
+def finished(file: Path) -> dict[tuple[int, int], tuple[list[int], dict[str, Any]]]:
+    """Prompts whose texts are already in the file, and what these were made with. Drops a last line that was cut
+    short."""
     beginning = b'{"prompt_number": '
     with run_errors(f"to={file} cannot be written"):
         *lines, cut = read_bytes(file, MOST_BYTES).split(b"\n") if os.path.lexists(file) else [b""]
         file.open("ab").close()
         try:
-            done = {(line["prompt_number"], line["sample"]): line["prompt_ids"] for line in map(json.loads, lines)}
+            done = {
+                (line["prompt_number"], line["sample"]): (line["prompt_ids"], {**line["made_with"]})
+                for line in map(json.loads, lines)
+            }
             is_ours = cut[: len(beginning)] == beginning[: len(cut)]
         except (ValueError, TypeError, KeyError, RecursionError):
             is_ours = False
@@ -175,15 +189,20 @@ def main(config: Generate) -> None:
             except (ChatError, RunError) as error:
                 raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
         require_positions(ready, max(map(len, prompts)) + (0 if is_filled else config.tokens))
-        if any(prompts[number : number + 1] != [ids] for (number, _), ids in done.items()):
+        if any(prompts[number : number + 1] != [ids] for (number, _), (ids, _) in done.items()):
             raise RunError(f"to={file} has texts of other prompts: give another file")
-        write_all(ready, config, prompts, file, done)
+        settings = {} if file is None else from_first(lambda: made_with(ready, config))
+        others = {key for key in settings for _, made in done.values() if made.get(key) != settings[key]}
+        if others:
+            raise RunError(f"to={file} has texts of another {', '.join(sorted(others))}: give another file")
+        write_all(ready, config, prompts, file, done, settings)
 
 
 def write_all(
-    ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None, done: Collection[tuple[int, int]]
-) -> None:
-    """Writes the texts that are not done, in the order of the prompts."""
+    ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None,
+    done: Collection[tuple[int, int]], settings: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Writes the texts that are not done, in the order of the prompts. settings: as of `made_with`, for the file."""
     numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
     left = [pair for pair in numbered if pair not in done]
     kept = len(numbered) - len(left)
@@ -204,7 +223,7 @@ def write_all(
     for text, (number, sample) in zip(bar, left):
         record = record_of(number, sample, prompts[number], text)
         if file is not None:
-            append(file, [record])
+            append(file, [record | {"made_with": settings}])
         elif config.output == "text":
             say("" if grows else printable(text.shown))
         else:

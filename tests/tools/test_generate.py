@@ -74,13 +74,14 @@ def test_a_text_ends_before_a_stop(cat_run, said):
     assert text == "the cat sat on the mat. the \n"
 
 
-def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_path):
+def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, monkeypatch, tmp_path):
     """Each prompt and sample has a line; a run killed in the middle of a line is continued with the same texts.
-    A line says how many were there already."""
+    A line says how many were there already. Texts of other prompts, another model or other settings stay alone."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     texts = "the cat", "on the mat", "sat\u2028"  # a line separator, which ends no line
     prompts.write_text("".join(json.dumps({"q": text}, ensure_ascii=False) + "\n" for text in texts))
     given = [cat_run, f"input={prompts}", "prompt_field=q", f"to={out}", "tokens=8", "samples=2", "rows=4"]
+    others = ["stop=[x]", "top_k=3", "rows=2", "mesh.d=2"]  # the last two change no text
     said(*given)
     whole = out.read_text()
     assert "there already" not in said.note
@@ -97,6 +98,9 @@ def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_pat
     assert says(f"to={out}: 3 of 3 texts are there already", said.note)
     alone = said(cat_run, "prompt=on the mat", "tokens=8", "seed=1", "output=ids")
     assert list(map(int, alone.split())) == records[3]["ids"]
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "fingerprint", lambda *_: "0123456789abcdef")
+        assert f"to={out} has texts of another model, stop, top_k: give" in said(*given, *others, status=1)
     prompts.write_text('{"q": "the dog"}\n')
     assert f"to={out} has texts of other prompts: " in said(*given, status=1)
     assert out.read_text() == whole
