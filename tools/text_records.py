@@ -174,7 +174,11 @@ def tokenize(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> Tokeni
                 ]
             else:
                 counts["too_long"] += int(is_long.sum())
-            kept = np.minimum(lengths, config.room) if config.too_long == "truncate" else lengths * ~is_long[:, None]
+            kept = lengths * ~is_long[:, None]
+            if config.too_long == "truncate":
+                kept = np.minimum(lengths, config.room)
+                # What has no target before the cut would train nothing.
+                kept = kept * encoding.targets(kept.reshape(-1)).reshape(kept.shape).any(axis=1, keepdims=True)
         kept = kept * ~is_empty[:, None]
         sequences[name] = encoding.cut(kept.reshape(-1))
         counts["tokens"] += len(sequences[name].ids)

@@ -23,6 +23,11 @@ class Sequences:
         kept = place < np.repeat(lengths, self.lengths)
         return Sequences(self.ids[kept], lengths[lengths > 0], None if self.weight is None else self.weight[kept])
 
+    def targets(self, lengths: np.ndarray) -> np.ndarray:
+        """How many targets are among so many of each sequence's first tokens. `weight` is not None."""
+        before, starts = np.append(0, np.cumsum(self.weight != 0)), np.cumsum(self.lengths) - self.lengths
+        return before[starts + lengths] - before[starts]
+
 
 def joined(parts: list[Sequences]) -> Sequences:
     ids, lengths = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths"))

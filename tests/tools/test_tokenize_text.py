@@ -400,6 +400,14 @@ def test_documents_longer_than_a_row(capsys, too_long, rows, counts):
     assert sorted(map(len, sequences()[0])) == sorted(rows)
 
 
+def test_a_document_that_is_cut_before_its_first_target(capsys):
+    """It would train nothing: it is left out, and counted as too long."""
+    records = [{"in_text": "q" * length, "out_text": "answer"} for length in (7, 8, 3)]
+    tokenize_records(records, "format=prompt", "row_length=8", "too_long=truncate")
+    assert sorted(sequences()[0]) == ["qqqanswe", "qqqqqqqa"]
+    assert "2 documents, 16 tokens; 3 documents longer than a row cut or left out" in capsys.readouterr().out
+
+
 def test_rows_of_pairs():
     """A run reads each pair whole: the encoder's n-th sequence of a row and the decoder's are one, with its weight."""
     draws = random.Random(2)
