@@ -60,8 +60,9 @@ def read_bytes(path: str | os.PathLike, most: int = LARGEST_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike, errors: str = "strict") -> str:
-    """A file's text, which must be UTF-8. Raises as read_bytes, and UnicodeDecodeError, a ValueError."""
-    return read_bytes(path).decode(errors=errors)
+    """A file's text, which must be UTF-8, without a byte order mark. Raises as read_bytes, and UnicodeDecodeError, a
+    ValueError."""
+    return read_bytes(path).decode("utf-8-sig", errors)
 
 
 def parse_yaml(text: str) -> Any:

@@ -174,6 +174,8 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
                 piece = opened.read(wanted - len(data))
                 at_end = not piece
                 data += piece
+            if offset == 0 and data.startswith(codecs.BOM_UTF8):  # says how the file is encoded, and is no text
+                offset, data = len(codecs.BOM_UTF8), data.removeprefix(codecs.BOM_UTF8)
             stop = len(data) if at_end else whole(data)
             if not stop:  # a record that is longer than what was read, or the end
                 if wanted >= MOST_RECORD_BYTES or b"\0" in data:
@@ -241,7 +243,7 @@ def records(block: Block) -> list[tuple[int, bytes | dict]]:
         return [*enumerate(block.rows, block.first)]
     if block.file.kind == "text":
         return [*enumerate(block.content.splitlines(), block.first)]
-    lines = enumerate(block.content.removeprefix(codecs.BOM_UTF8).split(b"\n"), block.first)
+    lines = enumerate(block.content.split(b"\n"), block.first)
     return [(number, line) for number, line in lines if line and not line.isspace()]
 
 

@@ -17,7 +17,8 @@ def texts(seed, count=300):
 
 
 def write(folder, kind):
-    """Two files of a kind with an empty one between them; the texts."""
+    """Two files of a kind, of which the first one begins with a byte order mark, with an empty one between them; the
+    texts."""
     import pyarrow
     import pyarrow.parquet
     import zstandard
@@ -25,12 +26,14 @@ def write(folder, kind):
     folder.mkdir()
     for number, some in enumerate((texts(1), [], texts(2))):
         path = folder / f"train-{number}.{kind}"
-        lines = "".join(json.dumps({"text": text}) + ("\n" if text < "b" else "\r\n\n") for text in some).encode()
+        mark = "" if number else "\ufeff"
+        lines = mark + "".join(json.dumps({"text": text}) + ("\n" if text < "b" else "\r\n\n") for text in some)
+        lines = lines.encode()
         if kind == "parquet":
             table = pyarrow.table({"text": pyarrow.array(some, pyarrow.string())})
             pyarrow.parquet.write_table(table, path, row_group_size=70)
         elif kind == "txt":
-            path.write_text("".join(f"{text}\n" for text in some))
+            path.write_text(mark + "".join(f"{text}\n" for text in some))
         elif kind == "jsonl.zst":  # several frames
             frames = [zstandard.ZstdCompressor().compress(lines[at : at + 999]) for at in range(0, len(lines), 999)]
             path.write_bytes(b"".join(frames))
