@@ -42,7 +42,7 @@ class Compare:
     WORDS: ClassVar = ("runs",)
 
     runs: tuple[str, ...]  # run folders, files of metrics, or files ledger.json
-    output: str = "compare.html"  # the page
+    output: str | None = None  # the page; null: compare.html, or for one run its report.html
     assert_equal: bool = False  # only checks that the runs' metrics are equal
     tolerance: NotNegative = 0.0  # with assert_equal, a relative difference
 
@@ -68,8 +68,10 @@ def main(config: Compare) -> None:
     ledgers = [run.folder / "ledger.json" for run in runs]
     pairs = [(run, ledger) for run, ledger in zip(runs[1:], ledgers[1:]) if ledger.exists() and ledgers[0].exists()]
     changed_costs = {run.name: costs(ledgers[0], ledger) for run, ledger in pairs}
-    page = Path(config.output)
+    page = Path(config.output or "compare.html")
     if len(runs) == 1 and Path(config.runs[0]).is_dir():
+        if config.output is not None:  # the page has links to other files of the run folder
+            raise RunError(f"output: the page of one run is {config.runs[0]}/report.html: leave it out")
         page = write_report(config.runs[0])
     else:
         write_whole(page, compare_page(runs, summary, changed, changed_costs))

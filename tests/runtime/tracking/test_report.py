@@ -280,6 +280,7 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     lost = write_run(tmp_path / "lost", [3.0, "NaN"], validation_loss="Infinity")
     assert re.search(r"\n  lost +2 +nan +inf ", run_compare(first, lost, f"output={tmp_path}/lost.html")[1])
     assert re.search(r"Validation loss\s*inf\s", Outside(report_page(read_run(lost))).text)
+    assert says(f"output: the page of one run is {first}/report.html: leave", run_compare(first, "output=page.html")[1])
     for alone in ([first, "assert_equal=true"], [first / "ledger.json"]):
         assert says(f"{alone[0]} alone is given: expected another one", run_compare(*alone)[1])
     text = Outside((tmp_path / "both.html").read_text()).text
