@@ -7,6 +7,7 @@ A line is a text; in .jsonl its field `text` is one, or a list of two that BERT 
 encoder, T5's too, are its output; a decoder's are those that logits are computed from.
 """
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from models.decoding import SLOTS
 from models.reading import Pool, batch_of
 from runtime.config import command_line
 from runtime.config.keys import Count
+from runtime.files import write_whole
 from runtime.terminal import RunError, print_line, progress, run_errors
 from tools.hosts import from_first, is_first
 from tools.ready import OnDevices, ReadyModel, ready_model, start_mesh, values_of
@@ -61,14 +63,15 @@ def ids_of(ready: ReadyModel, parts: Sequence[str]) -> tuple[list[int], int]:
 
 def main(config: Embed) -> None:
     to = Path(config.to).expanduser()
-    part = to.with_name(f"{to.name}.part")
 
     def begin() -> list[list[str]]:
         texts = texts_of(config.input)
         if os.path.lexists(to) or to.suffix != ".npy":
             raise RunError(f"to={config.to}: expected a file in .npy that is not there yet")
         with run_errors(f"to={config.to} cannot be written"):
-            part.open("wb").close()
+            part = to.with_name(f"{to.name}.part")  # as write_whole has one
+            part.touch()
+            part.unlink()
         return texts
 
     with jax.set_mesh(start_mesh(config)):
@@ -87,10 +90,10 @@ def main(config: Embed) -> None:
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     if not is_first():
         return
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(vectors))
     with run_errors(f"to={config.to} cannot be written"):
-        with part.open("wb") as file:
-            np.save(file, vectors)
-        os.replace(part, to)
+        write_whole(to, header.getvalue(), vectors.data)
     print_line(f"{len(vectors):,} vectors of {vectors.shape[1]:,} numbers: {config.to}")
 
 

@@ -206,8 +206,8 @@ def test_bert_is_scored_by_masking_one_token_after_the_other(published_bert, cal
 
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_vectors_of_a_file(published_bert, called, monkeypatch, pool, tmp_path):
-    """The vectors of texts and of a pair are those of `Reader`, on any mesh; an existing file is not overwritten. Each
-    batch is as long as its longest text, rounded up."""
+    """The vectors of texts and of a pair are those of `Reader`, on any mesh; an existing file is not overwritten, and
+    what is refused leaves none. Each batch is as long as its longest text, rounded up."""
     batches = mock.Mock(side_effect=embed.batch_of)
     monkeypatch.setattr(embed, "batch_of", batches)
     monkeypatch.setattr(embed, "SLOTS", 2)
@@ -227,6 +227,9 @@ def test_vectors_of_a_file(published_bert, called, monkeypatch, pool, tmp_path):
     assert "expected a file in .npy" in run(f"to={tmp_path}/one.npy")[2]
     lines.write_text('{"text": 3}\n')
     assert "line 1: expected an object whose field text" in run(f"to={tmp_path}/three.npy")[2]
+    lines.write_text(json.dumps({"text": "w5 " * 99}))
+    assert "101 tokens, expected 1 to " in run(f"to={tmp_path}/three.npy")[2]
+    assert not [*tmp_path.glob("three.npy*")]  # nothing begun
 
 
 def test_texts_that_have_no_vector():
