@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import several_hosts as hosts
 import small
+from pages import module_of, train_py
 
 import tools.make_dataset as tool
 import train
@@ -127,3 +128,14 @@ def test_a_wrong_program_is_refused(monkeypatch, capsys, tmp_path):
         printed = capsys.readouterr().err
         assert printed.startswith(message) and "Traceback" not in printed
         assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10
+
+
+def test_a_weight_without_a_first_value(monkeypatch, capsys, tmp_path):
+    """A field that Layer declares and init_state does not make is one message with both places, and no traceback."""
+    declared = "    w_down: f32['M/d F/t']"
+    source = train_py().replace(declared, f"{declared}\n    w_new: f32['M/d F/t']")
+    made, new = (source.splitlines().index(line) + 1 for line in ("    layer = Layer(", "    w_new: f32['M/d F/t']"))
+    monkeypatch.setattr(train, "init_state", module_of(tmp_path / "train.py", source).init_state)
+    assert start(monkeypatch, "check_only=true") == 1
+    says = f"/train.py:{made}: Layer has no w_new, which line {new} declares: give it its first value here, w_new=...\n"
+    assert re.fullmatch(rf"error: \S+{re.escape(says)}", capsys.readouterr().err)

@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import functools
 import gc
+import inspect
 import os
 import re
 import sys
@@ -96,7 +97,8 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
         else:
             is_server = getattr(config_class, "IS_SERVER", False)  # its silence is that of its clients
             # A tool's standard output may be its result.
-            with contextlib.nullcontext() if is_server else heartbeat(2, lambda text: print_error(text, "note")):
+            beat = contextlib.nullcontext() if is_server else heartbeat(2, lambda text: print_error(text, "note"))
+            with beat, _readable_program():
                 main(read(config_class, arguments), *others)
         if output_is_failing():  # what it took may be a part of the result
             leave(1)
@@ -178,7 +180,8 @@ def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) ->
     def job(composed: DictConfig) -> None:
         node = HydraConfig.get()
         try:
-            main(_finish(config_class, composed, node, overrides), *others)
+            with _readable_program():
+                main(_finish(config_class, composed, node, overrides), *others)
         except BrokenPipeError:
             leave(141)  # hydra would say that the job failed
         except NothingToTrain as said:
@@ -332,3 +335,23 @@ def _readable_errors() -> Iterator[None]:
         if frame.f_globals["__name__"].partition(".")[0] not in ("hydra", "omegaconf", "yaml"):
             raise  # a defect of ours
         raise RunError(f"the configuration cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _readable_program() -> Iterator[None]:
+    """Turns the TypeError of a program that declares a weight, and does not make it, into a RunError."""
+    try:
+        yield
+    except TypeError as error:
+        from shardlib.shardtypes import holds_arrays  # loaded, if weights are made
+
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        missing = re.match(r"(\w+)\.__init__\(\) missing .* arguments?: '(\w+)'", str(error))
+        cls: Any = missing and frame.f_globals.get(missing[1])
+        if missing is None or not holds_arrays(cls):
+            raise
+        lines, first = inspect.getsourcelines(cls)
+        declared = next((at for at, text in enumerate(lines, first) if re.match(rf"\s*{missing[2]}\s*:", text)), first)
+        where = f"{from_here(Path(frame.f_code.co_filename))}:{line}"
+        what = f"{missing[1]} has no {missing[2]}, which line {declared} declares"
+        raise RunError(f"{where}: {what}: give it its first value here, {missing[2]}=...") from error
