@@ -317,6 +317,8 @@ def test_other_processes_do_nothing(tmp_path, capsys):
             tracker.log(step, {"loss": DeviceScalar(step)})
             with tracker.paused():
                 tracker.log_validation(step, DeviceScalar(step))
+                tracker.log_scores(step, {"score/exam": 0.5})
+                tracker.log_checkpoint(step, 0.5)
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr() == ("", "")
 
