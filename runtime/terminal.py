@@ -16,7 +16,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -225,18 +225,6 @@ def wrapped(line: str, first: str = "", others: str = "  ") -> str:
     width = max(40, shutil.get_terminal_size((120, 24)).columns)
     broken = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
     return broken.fill(line)
-
-
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """One line a row, its cells below one another; columns in `right` are flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def one_of_several(host: str, index: int, count: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from ledger.pages.table import columns
 from ledger.units import amount
 from runtime.checkpoints.checkpoint import (
     UNBOUND,
@@ -35,7 +36,7 @@ from runtime.checkpoints.checkpoint import (
 )
 from runtime.config import command_line
 from runtime.files import flat
-from runtime.terminal import RunError, columns, print_line
+from runtime.terminal import RunError, print_line
 
 THREADS = 8  # chunks that are read at the same time
 

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from ledger.pages.table import columns
 from runtime.config import command_line
 from runtime.files import open_file, write_whole
-from runtime.terminal import RunError, columns, print_line, run_errors
+from runtime.terminal import RunError, print_line, run_errors
 from tools.harness import Harness, Judge
 from tools.hosts import from_first, is_first
 from tools.own_program import OwnProgram

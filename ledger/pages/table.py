@@ -5,7 +5,7 @@ print("\n".join(table.text()))
 {{ table(that) }}                       # in a template, after {% from 'parts.html' import table %}
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,20 @@ class Table:
         """The caption, and below it headings and rows, indented."""
         kinds = list(self.columns.values())
         rows = [list(self.columns), *([words(value, kind) for value, kind in zip(row, kinds)] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        forms = [f"{{:{'<' if kind in WORDS else '>'}{width}}}" for kind, width in zip(kinds, widths)]
-        lines = [f"  {'  '.join(forms).format(*row)}".rstrip() for row in rows]
-        return [self.caption, *lines]
+        numbers = {index for index, kind in enumerate(kinds) if kind not in WORDS}
+        return [self.caption, *(f"  {line}" for line in columns(rows, right=numbers))]
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """One line a row, its cells below one another; columns in `right` are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def words(value: Any, kind: str) -> str:

@@ -20,9 +20,10 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from ledger.count.step import Ledger
+from ledger.pages.table import columns
 from ledger.units import gigabytes
 from runtime.cluster.tuning import is_given, keep_programs, multiply_bfloat16
-from runtime.terminal import RunError, columns, one_of_several, print_line, print_note
+from runtime.terminal import RunError, one_of_several, print_line, print_note
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
 
