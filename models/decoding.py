@@ -506,16 +506,28 @@ def shapes_of(type_: Any, **sizes: int) -> Any:
     return map_type(shape, type_)
 
 
-def traced_step(programs: 'Programs', weights: Any, count: int, slots: int) -> jax.stages.Traced:
-    """A step of `count` rows without filters in a cache of so many slots, on the current mesh, for the ledger, which
-    knows weights by this name.
+def cache_sizes(prompt: int, length: int, has_encoder: bool) -> tuple[int, dict[str, int]]:
+    """The most tokens of a prompt that are read at once, and a row's sizes in a cache. Arguments are as in `Slots`.
+
+    cache_sizes(100, 128, has_encoder=False)   # (128, {"slots": 256})
+    cache_sizes(100, 128, has_encoder=True)    # (16, {"slots": 256, "read": 128})
+    """
+    read = {"read": -(-prompt // SLOTS) * SLOTS} if has_encoder else {}
+    prompt = 1 if has_encoder else prompt
+    # A chunk is written as a whole, behind each row, although a prompt may end in it.
+    chunk = min(CHUNK, max(1 << max(prompt - 2, 0).bit_length(), SMALLEST_CHUNK))
+    return chunk, {"slots": -(-(length + chunk) // SLOTS) * SLOTS, **read}
+
+
+def traced_step(programs: 'Programs', weights: Any, count: int, sizes: Mapping[str, int]) -> jax.stages.Traced:
+    """A step of `count` rows without filters, on the current mesh, for the ledger, which knows weights by this name.
 
     Args:
       weights: the shapes of the model's.
+      sizes: as of `cache_sizes`.
     """
-    sizes = {} if programs.stack == "transformer" else {"read": slots}
     ends, stack = jax.eval_shape(programs.mapped("gather"), weights)
-    cache = jax.eval_shape(programs.mapped("empty", count=count, slots=slots, **sizes))
+    cache = jax.eval_shape(programs.mapped("empty", count=count, **sizes))
     rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/b']], B=count, V=programs.model.vocab)
     program = programs.mapped("step", is_drawn=True, is_filtered=False)
 
@@ -555,7 +567,7 @@ class Programs:
     """
 
     def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
-        self.stack = name = "decoder" if family.KIND == "both" else "transformer"
+        name = "decoder" if family.KIND == "both" else "transformer"
         self.family, self.model = split(family) if kept == "split" else family, model
         layer = narrowed(family.Gathered, getattr(weights, name))
         at_rest = narrowed(family.Layer, getattr(weights, name))
@@ -693,13 +705,9 @@ class Slots:
     def __init__(self, generator: Generator, count: int, prompt: int, length: int):
         self.generator, self.left, self.burst = generator, np.zeros(count, np.int32), SHORTEST_BURST
         self.filled = np.zeros(count, np.int32)  # slots of each row, at most
-        sizes = {} if generator.start is None else {"read": -(-prompt // SLOTS) * SLOTS}
-        prompt = prompt if generator.start is None else 1
-        # A chunk is written as a whole, behind each row, although a prompt may end in it.
-        self.chunk = min(CHUNK, max(1 << max(prompt - 2, 0).bit_length(), SMALLEST_CHUNK))
-        sizes |= {"count": count, "slots": -(-(length + self.chunk) // SLOTS) * SLOTS}
-        require_room(jax.eval_shape(generator.programs.mapped("empty", **sizes)))
-        self.cache = generator.programs.compiled("empty", **sizes)()
+        self.chunk, sizes = cache_sizes(prompt, length, has_encoder=generator.start is not None)
+        require_room(jax.eval_shape(generator.programs.mapped("empty", count=count, **sizes)))
+        self.cache = generator.programs.compiled("empty", count=count, **sizes)()
         self.drawings = [NO_TEXT] * count
         self.rows = placed(self._rows({}), Rows)
 

@@ -10,6 +10,7 @@ import jax
 from ledger.count.step import Ledger, of_step
 from ledger.units import gigabytes
 from models import decoding
+from models.layers import learned_positions
 from models.mesh import Mesh as FamilyMesh
 from runtime.config.keys import Count
 from runtime.config.rebuild import COMMAND_LINE, Origins
@@ -43,20 +44,9 @@ def title_of(config: PlanGenerate, ledger: Ledger, cache_bytes: int) -> str:
     )
 
 
-def slots_of(prompt: int, length: int) -> int:
-    """The slots of a row that tools.serve allocates, as `decoding.Slots` rounds them up: room for a token more, and for
-    a whole chunk behind it.
-
-    Args:
-      prompt: tokens of the longest prompt that the decoder reads.
-    """
-    chunk = min(decoding.CHUNK, max(1 << max(prompt - 2, 0).bit_length(), decoding.SMALLEST_CHUNK))
-    return -(-(length + 1 + chunk) // decoding.SLOTS) * decoding.SLOTS
-
-
 def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
-    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split rows, and as
-    `opened`."""
+    """A step's ledger, and a device's bytes of cache. Raises RunError where the mesh cannot split rows, the model has
+    fewer positions, and as `opened`."""
     mesh = vars(FamilyMesh(**vars(config.mesh)))
     (axis, devices), *_ = vars(config.mesh).items()
     if config.rows % devices:
@@ -64,12 +54,16 @@ def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     with jax.sharding.use_abstract_mesh(abstract_mesh(mesh)), ThreadPoolExecutor() as pool:
         source, weights = opened(config, mesh, config.compute_dtype, pool)
         require_writer(source)
+        known = learned_positions(source.model)
+        if known is not None and config.length > known:
+            raise RunError(f"length = {config.length}: the model has {known} positions: lower length")
         family: Any = source.family
-        slots = slots_of(1 if family.KIND == "both" else config.length, config.length)
+        # As tools.serve has rows of this length, with room for a token more.
+        _, sizes = decoding.cache_sizes(config.length, config.length + 1, has_encoder=family.KIND == "both")
         decoding.is_planned = True
         try:
             programs = decoding.Programs(family, source.model, weights, config.weights)
-            traced = decoding.traced_step(programs, weights, config.rows, slots)
+            traced = decoding.traced_step(programs, weights, config.rows, sizes)
         finally:
             decoding.is_planned = False
     ledger = of_step(traced, mesh, source=family.__file__, tokens=config.rows)

@@ -15,7 +15,7 @@ from ledger.count.step import of_step
 from ledger.machines import hardware, roofline
 from ledger.units import gigabytes, number
 from models import decoding, huggingface, llama
-from models.decoding import Programs, Slots, traced_step
+from models.decoding import Programs, Slots, cache_sizes, traced_step
 from runtime.config.command_line import load
 from runtime.terminal import RunError
 from tools import plan, plan_generate
@@ -57,6 +57,7 @@ def test_memory_and_time_are_those_by_hand():
 
 @pytest.mark.parametrize("name, mesh, length", [
     ("llama", (1, 1), 100), ("llama", (2, 2), 128), ("llama", (1, 1), 1000), ("t5_gated", (1, 1), 100),
+    ("t5_gated", (1, 1), 128),
 ])  # fmt: skip
 def test_the_cache_is_that_of_a_server(name, mesh, length):
     """Its bytes are those of the arrays that tools.serve allocates for rows of this length."""
@@ -89,6 +90,8 @@ def test_the_page_and_what_does_not_fit(capsys, tmp_path):
     assert files[0] == "gemma.py" and "decoding.py" in files, files
     with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2"):
         plan.main(config_of("llama", "mesh.d=2", "rows=3"))
+    with pytest.raises(RunError, match=r"length = 65: the model has 64 positions: lower length"):
+        plan.main(config_of("gpt2", "length=65"))
     assert not decoding.is_planned  # what is decoded afterwards is for this machine
 
 
@@ -103,7 +106,8 @@ def test_the_compiled_step_sends_what_is_written(name, kept):
     model = family.Model(**sizes, **others, compute_dtype="float32")
     weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
     with on_mesh(4, 2):
-        traced = traced_step(Programs(family, model, weights, kept), weights, 8, 128)
+        _, sizes = cache_sizes(64, 64, has_encoder=name == "t5")
+        traced = traced_step(Programs(family, model, weights, kept), weights, 8, sizes)
         ledger = of_step(traced, {"d": 4, "t": 2}, source=family.__file__, tokens=8, platform="cpu")
         lines, _ = agreement.agreement(ledger, traced.lower().compile())
     assert lines[0].startswith("The compiled step sends what is written: "), "\n".join(lines)
