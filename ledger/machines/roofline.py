@@ -27,7 +27,8 @@ ASSUMPTIONS = (
     "Memory: products, collectives, reductions and scatters read their operands and write their results once; what is "
     "computed element by element before them reads and writes once more; the update reads and writes weights and "
     "optimizer state once. Nothing stays in a cache.",
-    "Collectives go around a ring at the links' full speed, one after another, without latency.",
+    "Collectives go around a ring at the links' full speed, one after another, without latency; the parts of an "
+    "all-to-all go straight to their devices.",
     "Devices of a host are neighbours in the mesh, its last axis first. Between hosts, all devices of a host share its "
     "network adapters evenly.",
     "On a torus the largest mesh axis has all dims but one for each other axis, and a collective uses the links of its "
@@ -153,14 +154,15 @@ def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofl
       devices_per_host: neighbours in the mesh's order whose links are `link_bytes_per_s`; the others are reached over
         the network, but for a TPU's, where a slice has all that fit into it.
     """
-    joined = max(devices_per_host, min(hardware.slice_devices or 0, ledger.devices))
+    slices = -(-ledger.devices // hardware.slice_devices) if hardware.slice_devices else ledger.devices
+    joined = max(devices_per_host, -(-ledger.devices // slices))  # slices are of one size
     sums: dict[tuple, float] = {}
     for row, times in ledger.costs.collectives.items():
         key = PHASES.index(row.phase), row.kind, row.axes
         sums[key] = sums.get(key, 0) + row.sent_bytes(ledger.mesh) * times
     sendings = []
     for (phase, kind, axes), sent in sorted(sums.items()):
-        crosses, rate = speed(axes, ledger.mesh, hardware, joined)
+        crosses, rate = speed(kind, axes, ledger.mesh, hardware, joined)
         sendings.append(Sending(PHASES[phase], kind, axes, sent, crosses, rate, _per(sent, rate)))
     phases = []
     for name in PHASES:
@@ -181,24 +183,33 @@ def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofl
     return Roofline(hardware, devices_per_host, ledger.devices, ledger.model_flops, tuple(phases), tuple(sendings))
 
 
-def speed(axes: tuple[str, ...], mesh: dict[str, int], hardware: Hardware, joined: int) -> tuple[bool, float | None]:
+def speed(
+    kind: str, axes: tuple[str, ...], mesh: dict[str, int], hardware: Hardware, joined: int
+) -> tuple[bool, float | None]:
     """Whether a collective over these axes leaves a host or slice of `joined` devices, and how many bytes/s a device
-    then sends.
+    then sends. The group of devices that is in most hosts decides.
 
     If m of a group's n devices share a host, one of them sends to the next host, through the adapters of all m: m times
-    one device's share of the network.
+    one device's share of the network. In an all-to-all each of them has n - m of its n - 1 parts to send to other
+    hosts, and on a torus a part passes a quarter of each dim's length on average.
     """
     places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    group = places[tuple(slice(None) if axis in axes else 0 for axis in mesh)].ravel()
-    hosts = len(set((group // joined).tolist()))
+    over = [place for place, axis in enumerate(mesh) if axis in axes]
+    devices = math.prod(mesh[axis] for axis in axes)
+    groups = np.moveaxis(places, over, range(len(over))).reshape(devices, -1) // joined  # each in a column
+    hosts = 1 + int(np.count_nonzero(np.diff(np.sort(groups, axis=0), axis=0), axis=0).max())
     link = hardware.link_bytes_per_s
     if link is not None and hardware.torus_dims:
-        link *= _dims(axes, mesh, hardware.torus_dims) / hardware.torus_dims
+        dims = _dims(axes, mesh, hardware.torus_dims)
+        link *= dims / hardware.torus_dims
+        if kind == "all-to-all":
+            link *= (devices - 1) / devices / (dims * devices ** (1 / dims) / 4)
     if hosts == 1:
         return False, link
-    network = hardware.network_bytes_per_s
-    network = None if network is None else network * len(group) / hosts
-    if len(group) == hosts:  # no two are in one host: nothing goes over its links
+    here, network = devices / hosts, hardware.network_bytes_per_s
+    if network is not None:
+        network *= (devices - 1) / (devices - here) if kind == "all-to-all" else here
+    if here == 1:  # no two are in one host: nothing goes over its links
         return True, network
     both = _known((link, network))
     return True, min(both) if both else None

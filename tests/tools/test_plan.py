@@ -56,7 +56,7 @@ def test_a_plan(capsys):
     assert "of 151.40 GB (forecast)" in lines[1]
     assert re.search(r"\n  weights +0\.13 GB +< 0\.1%\n", text)
     assert re.search(r"\n  all .* communication\nMFU: at most \d\d\.\d%, if within each phase ", text)
-    assert "- Collectives go around a ring at the links' full speed, one after another, without latency.\n" in text
+    assert "- Collectives go around a ring at the links' full speed, one after another, without latency; " in text
     assert "Figures of one device: NVIDIA H200 data sheet" in text
 
 

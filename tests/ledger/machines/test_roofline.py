@@ -1,9 +1,12 @@
 """The roofline: bytes moved, counted by hand on small programs, and times of a ledger by hand."""
 
+import dataclasses
+import math
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from ledgers import f32, forecast_of, ledger_of
@@ -73,12 +76,23 @@ def test_the_update_of_the_model_moves_28_bytes_a_parameter():
         (("d", "t"), {"d": 2, "t": 16}, 16, True, 8.0),  # here faster: the link bounds
         (("t",), {"d": 2, "t": 16}, 8, True, 8.0),
         (("t",), {"d": 8, "t": 2}, 1, True, 1.0),
+        (("t",), {"d": 8, "t": 3}, 8, True, 1.5),  # the first group of three is in one host, the third in two
     ],
 )
 def test_speed_of_a_collective(axes, mesh, joined, crosses, rate):
     """A link's speed bounds it within a host; between hosts the host's adapters do, divided over the rings that leave
     it."""
-    assert speed(axes, mesh, PLAIN, joined) == (crosses, rate)
+    assert speed("all-gather", axes, mesh, PLAIN, joined) == (crosses, rate)
+
+
+@pytest.mark.parametrize("axes, mesh, joined, rate", [
+    (("d",), {"d": 8, "t": 1}, 8, 8.0), (("d",), {"d": 4, "t": 8}, 8, 1.0), (("d",), {"d": 64, "t": 1}, 8, 63 / 56),
+    (("d",), {"d": 16, "t": 2}, 8, 15 / 12),
+])  # fmt: skip
+def test_an_all_to_all_goes_through_a_devices_own_adapter(axes, mesh, joined, rate):
+    """Of the parts that a device sends, those for other hosts pass its share of the network: 56 of 63 on eight hosts
+    of eight."""
+    assert speed("all-to-all", axes, mesh, PLAIN, joined)[1] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("axes, mesh, share", [
@@ -89,7 +103,17 @@ def test_speed_on_a_torus(axes, mesh, share):
     """A collective has the links of its axes' dims: all three of a 3D torus for the only axis, one for the smaller of
     two."""
     torus = Hardware(1.0, 1, 1.0, link_bytes_per_s=9.0, slice_devices=1000, torus_dims=3)
-    assert speed(axes, mesh, torus, 64) == (False, 3.0 * share)
+    assert speed("all-gather", axes, mesh, torus, 64) == (False, 3.0 * share)
+
+
+@pytest.mark.parametrize("shape", [(2,), (8,), (4, 4), (2, 2, 2), (8, 8, 8)], ids=str)
+def test_an_all_to_all_on_a_torus(shape):
+    """It takes as long as a device's parts on their shortest ways, which the links of all dims share evenly."""
+    torus = Hardware(1.0, 1, 1.0, link_bytes_per_s=2.0 * len(shape), torus_dims=len(shape))
+    devices = math.prod(shape)
+    passed = sum(min(place, size - place) for ways in np.ndindex(shape) for place, size in zip(ways, shape))
+    seconds = passed / torus.link_bytes_per_s
+    assert speed("all-to-all", ("d",), {"d": devices}, torus, devices)[1] == pytest.approx((devices - 1) / seconds)
 
 
 def test_times_of_a_ledger():
@@ -118,6 +142,13 @@ def test_a_slice_joins_hosts():
     ledger = ledger_of("c4_a100x8_1b")
     one, two = (roofline(ledger, named("tpu_v5p"), devices_per_host) for devices_per_host in (8, 4))
     assert one.phases == two.phases and not any(sending.crosses_hosts for sending in two.sendings)
+
+
+def test_slices_are_of_one_size():
+    """Two slices, of at most 5 chips, have 4 each of a mesh of 8: replicas are on one of each."""
+    ledger = dataclasses.replace(ledger_of("c4_a100x8_1b"), mesh={"r": 2, "d": 4})
+    slices = dataclasses.replace(named("tpu_v5p"), slice_devices=5)
+    assert not any(sending.crosses_hosts for sending in roofline(ledger, slices, 4).sendings)
 
 
 def test_what_is_not_known_is_not_guessed():
