@@ -313,6 +313,8 @@ def test_the_report_of_a_step_that_sends_what_is_written(plain, record_property)
     assert lines[1].startswith("Memory of a device: forecast ") and len(lines) == 2
     record_property("summary", f"memory of the small step, float32, XLA:CPU: {lines[1]}")
     assert 0.5 < ledger.memory.bytes / peak_bytes(step) < 1.5
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0).lower(jax.ShapeDtypeStruct((1000,), jnp.float32)).compile()
+    assert peak_bytes(donating) == 4000  # the result takes its argument's place
 
     unknown = SimpleNamespace(peak_memory_in_bytes=0)
     shardings = [SimpleNamespace(device_set=[SimpleNamespace(platform="gpu")])]
