@@ -36,7 +36,7 @@ class Machine:
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
-    devices_per_host: Count | None = None  # neighbours in the mesh's order; null: 8, of TPUs 4
+    devices_per_host: Count | None = None  # neighbours in the mesh's order; null: 8, of TPUs 4 chips
     folder: str | None = None  # gets ledger.txt, ledger.json and ledger.html; from a sweep sweep.html
     total_tokens: float | None = None  # 1.0e12: for time and price; null: those of the run's steps
     price: float | None = None  # price of one device for an hour, in any currency
@@ -45,7 +45,8 @@ class Machine:
     def per_host(self) -> int:
         """devices_per_host, or what is usual."""
         machine = hardware.named(self.hardware or "")
-        return self.devices_per_host or (4 if machine and machine.torus_dims else 8)
+        of_four_chips = 4 * machine.xla.get("devices_per_chip", 0) if machine else 0  # 0: not of TPUs
+        return self.devices_per_host or of_four_chips or 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def test_own_hardware(capsys):
 
 @pytest.mark.parametrize("hardware, kernel, per_host", [
     ("h200", "cudnn_masked", 8), ("a100_80gb", "cudnn_masked", 8), ("NVIDIA B200", "cudnn_masked", 8),
-    ("tpu_v5e", "splash", 4), ("null", "blockwise", 8),
+    ("tpu_v5e", "splash", 4), ("tpu_v7x", "splash", 8), ("null", "blockwise", 8),
 ])  # fmt: skip
 def test_what_the_planned_device_says(hardware, kernel, per_host):
     """The kernel is that of the planned device, not of the machine that plans, and a host has so many of it; what the
@@ -387,7 +387,7 @@ KINDS = {
 def test_the_very_step_compiled_for_what_is_not_there(name):
     """The small model is compiled for eight H200s and eight TPUs of each kind: memory, differences and the schedule are
     printed."""
-    text = compiled_plan("local_test_synthetic", *SMALL, f"hardware={name}", "hosts=1")
+    text = compiled_plan("local_test_synthetic", *SMALL, f"hardware={name}", "hosts=1", "devices_per_host=8")
     assert re.search(rf"\nCompiled for 8 × {KINDS[name]} that are not here, in \d+ s\.", text)
     assert re.search(r"\nXLA's memory of one device: [\d.]+ MB; forecast [\d.]+ MB, ratio \d\.\d\d\n", text)
     assert " differences between what is written and what the compiled step sends" in text
