@@ -133,9 +133,9 @@ def sendings(estimate: Roofline) -> Table:
     """The bytes of each kind of collective, and how fast they can be sent."""
     rows = []
     for row in sorted(estimate.sendings, key=lambda row: -row.sent_bytes):
-        where = "between hosts" if row.crosses_hosts else ""
-        rows.append((row.kind, " × ".join(row.axes), row.phase, row.sent_bytes, row.bytes_per_s, row.sent_s, where))
-    columns = {"kind": "", "over": "", "phase": "", "bytes": "B", "at": "B/s", "takes": "s", "where": ""}
+        through = "network" if row.crosses_hosts else "links"
+        rows.append((row.kind, " × ".join(row.axes), row.phase, row.sent_bytes, row.bytes_per_s, row.sent_s, through))
+    columns = {"kind": "", "over": "", "phase": "", "bytes": "B", "at": "B/s", "takes": "s", "through": ""}
     return Table("Sent by one device", columns, rows)
 
 

@@ -14,7 +14,7 @@ from ledgers import f32, forecast_of, ledger_of
 import train
 from ledger.count.program import PHASES
 from ledger.machines.hardware import Hardware, named, of_device_kind
-from ledger.machines.roofline import roofline, speed
+from ledger.machines.roofline import Sending, roofline, speed
 from ledger.pages import contents
 
 PLAIN = Hardware(100.0, 1000, 10.0, link_bytes_per_s=8.0, network_bytes_per_s=1.0)
@@ -168,5 +168,7 @@ def test_the_text():
     times, sent = contents.times(estimate).text(), contents.sendings(estimate).text()
     assert [line.split()[0] for line in times[2:]] == [*PHASES, "all"]
     assert times[2].split()[1:3] == ["54.6", "ms"] and times[2].endswith("compute")
-    assert any("reduce-scatter" in line and "100 GB/s" in line and "between hosts" in line for line in sent)
+    assert any("reduce-scatter" in line and "100 GB/s" in line and line.endswith("network") for line in sent)
+    wide = Sending("recomputed", "reduce-scatter", ("c", "e", "t"), 2.02e11, True, 5e10, 0.395)
+    sent += contents.sendings(dataclasses.replace(estimate, sendings=(wide,))).text()
     assert max(map(len, [*times, *sent])) <= 80
