@@ -5,6 +5,7 @@ candidate gets a ledger, so its figures are those that its plan prints.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import typing
@@ -184,27 +185,22 @@ def choose(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys, coun
     """A mesh with the fewest microbatches that fit, looked for from `count` on; the most where none do. A pipeline has
     as many as there can be, since fewer of its ticks are idle then. Raises RunError where the mesh cannot be."""
     with_count = lambda count: counted(config, machine, mesh, {**keys, "microbatches": count})  # noqa: E731
+    possible, batch = functools.partial(is_possible, config, mesh), config.training.tokens.batch
+    counts = [n for n in range(1, batch + 1) if batch % n == 0]
     if mesh.get("p", 1) > 1:
-        most = 2 ** (config.training.tokens.batch.bit_length() - 1)
-        count = next((count for count in halved(most) if is_possible(config, mesh, count)), 1)
-        return with_count(count)
-    count = next((number for number in halved(count) if is_possible(config, mesh, number)), 1)
-    best = with_count(count)
-    if best.fits:
-        for fewer in itertools.islice(halved(count), 1, None):
-            if not (choice := with_count(fewer)).fits:
+        return with_count(next(filter(possible, reversed(counts)), 1))
+    fewer, more = [n for n in reversed(counts) if n <= count], [n for n in counts if n > count]
+    best = with_count(next(filter(possible, fewer), 1))
+    if not best.fits:
+        for number in filter(possible, more):
+            if (best := with_count(number)).fits:
                 break
-            best = choice
-    while not best.fits and is_possible(config, mesh, count := 2 * count):
-        best = with_count(count)
+        return best
+    for number in filter(possible, [n for n in fewer if n < best.keys["microbatches"]]):
+        if not (choice := with_count(number)).fits:
+            break
+        best = choice
     return best
-
-
-def halved(count: int) -> Iterator[int]:
-    """A number, its half, and so on to 1."""
-    while count:
-        yield count
-        count //= 2
 
 
 def is_possible(config: Any, mesh: Mesh, count: int) -> bool:

@@ -250,6 +250,20 @@ def test_the_search_finds_the_best(monkeypatch):
     assert all(choice.keys["microbatches"] == max(1, 2 * choice.mesh["r"]) for choice in found if choice.fits)
 
 
+@pytest.mark.parametrize("mesh, begun, count", [({"d": 32}, 1, 3), ({"d": 32}, 96, 3), ({"p": 2, "d": 2}, 1, 48)])
+def test_microbatches_are_any_part_of_the_batch(monkeypatch, mesh, begun, count):
+    """Of 96 rows on 32 devices, 3 microbatches are the fewest that fit where one does not, and on two stages 48 the
+    most."""
+    config = scaled("hardware=h200", "training.tokens.batch=96")
+
+    def counted(config, machine, mesh, keys):
+        return types.SimpleNamespace(keys=keys, fits=keys["microbatches"] > 1)
+
+    monkeypatch.setattr(plan_sweep, "counted", counted)
+    mesh = dict.fromkeys("prdcet", 1) | mesh
+    assert plan_sweep.choose(config, None, mesh, {}, begun).keys == {"microbatches": count}
+
+
 @pytest.mark.slow
 def test_the_best_of_many_meshes(monkeypatch):
     """The best of the ledgers that the search makes, on 16 devices and all axes but p, is within a hundredth of the
