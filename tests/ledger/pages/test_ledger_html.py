@@ -101,6 +101,12 @@ def test_a_page(name, overrides):
     kept = sum(row.bytes * row.times for row in ledger.saved)
     sizes = [shown(value, "B") for value in (ledger.sent_bytes(), kept, ledger.memory.bytes)]
     assert re.findall(r'<b class="big">(.*?)</b>', text) == [shown(ledger.costs.flops(), "FLOP"), *sizes]
+    folds = re.findall(r"⋮ lines (\d+) to (\d+) cost nothing", text)
+    assert folds and all(int(last) - int(first) >= 3 for first, last in folds)
+    for column in (2, 3):
+        of_lines = {line: sum(parts.values()) for (line, other), parts in by_line(ledger).items() if other == column}
+        named = max(of_lines, key=of_lines.get, default="")
+        assert (f'Most at <a href="#{named}">' in text) == bool(named)
 
 
 @cases
@@ -139,8 +145,11 @@ def test_what_is_sent_and_kept():
     columns = {caption: number for number, caption in enumerate(TABLES, 1)}
     for line, tables in details(ledger, all_lines(lines_of(ledger))).items():
         for table in tables:
-            caption = table.caption.partition(",")[0]
-            assert sum(row[-2] for row in table.rows) == sums[line, columns[caption]]
+            column = columns[table.caption.partition(",")[0]]
+            whole = sum(size for (_, other), size in sums.items() if other == column)
+            sizes, shares = [[row[place] for row in table.rows] for place in (-2, -1)]
+            assert sum(sizes) == sums[line, column] and sizes == sorted(sizes, reverse=True)
+            assert shares == pytest.approx([size / whole for size in sizes])
 
 
 def test_the_source_is_text():
