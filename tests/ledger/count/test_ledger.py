@@ -351,7 +351,11 @@ def test_the_summary_says_what_to_change_if_it_does_not_fit():
     )
     lines = contents.summary(ledger, 8 * 2**30)
     assert lines[1].startswith("It will not fit: weights 0.54 GB, optimizer state 1.07 GB, ")
-    assert any(text.startswith("  twice the microbatches") for text in lines)
+    kinds = ledger.memory.by_kind()
+    of_rows = kinds["saved activations"] + kinds["other values"]
+    shared = kinds["weights"] + kinds["optimizer state"] + kinds["gradients"]
+    assert lines[2].startswith(f"  twice the microbatches, or half the batch: about {of_rows / 2e9:.2f} GB less (")
+    assert lines[3].startswith(f"  twice the devices: about {shared / 2e9:.2f} GB less (")
     less = f"  without gate kept at {line_of('gate = save')}: up to 2.15 GB less"
     assert any(text.startswith(less) for text in lines)
 

@@ -1,5 +1,6 @@
 """The roofline: bytes moved, counted by hand on small programs, and times of a ledger by hand."""
 
+import collections
 import dataclasses
 import math
 from pathlib import Path
@@ -135,6 +136,16 @@ def test_times_of_a_ledger():
     two_hosts = roofline(ledger, a100, devices_per_host=4)
     assert two_hosts.totals["communication"] == pytest.approx(3 * estimate.totals["communication"])  # 4 × 25 GB/s
     assert two_hosts.totals["compute"] == estimate.totals["compute"]
+
+
+@pytest.mark.parametrize("name, share", [("h200", 0.5), ("b200", 0.5), ("a100_80gb", 1), ("tpu_v5p", 1)])
+def test_products_of_8_bits(name, share):
+    """They take half the time where the vendor says so."""
+    ledger = ledger_of("c4_a100x8_1b")
+    rows = {dataclasses.replace(row, dtype="float8_e4m3fn"): n for row, n in ledger.costs.products.items()}
+    costs = dataclasses.replace(ledger.costs, products=collections.Counter(rows))
+    narrow = roofline(dataclasses.replace(ledger, costs=costs), named(name), 8).totals["compute"]
+    assert narrow == pytest.approx(share * roofline(ledger, named(name), 8).totals["compute"])
 
 
 def test_a_slice_joins_hosts():
