@@ -168,31 +168,35 @@ def blocks(expert: Int32[jax.Array, 'pairs'], count: int, E: int) -> Chunks:
 
 
 def products(
-    x: Float[jax.Array, 'blocks rows i'], w: Matrix, owner: Int32[jax.Array, 'blocks'], dims: str
+    x: Float[jax.Array, 'blocks rows i'], w: Matrix, owner: Int32[jax.Array, 'blocks'], dims: str, t: int
 ) -> Float[jax.Array, 'blocks rows o']:
     """Multiplies part by part: each block of rows by its expert's matrix.
 
     Args:
       dims: an einsum with a matrix a block; i is M and o is H, or the other way round.
+      t: the number of devices that H is split over.
     """
 
     def product(
         x: Float[jax.Array, 'blocks rows i'], w: Float[jax.Array, 'held _ _'] | Int8[jax.Array, 'held _ _'], dims: str
     ) -> Float[jax.Array, 'blocks rows o']:
-        # The matrices are taken in float32, so that the gradients of an expert's blocks are added in float32.
-        return jnp.einsum(dims, x, w.astype(jnp.float32)[owner].astype(x.dtype))
+        alike = 1 if 'H' in dims else t  # devices whose products are alike
+        with jax.named_scope(f'busy=1:{alike}'):  # for the ledger
+            # The matrices are taken in float32, so that the gradients of an expert's blocks are added in float32.
+            return jnp.einsum(dims, x, w.astype(jnp.float32)[owner].astype(x.dtype))
 
     if isinstance(w, Adapted):
-        low = product(product(x, w.a, 'nbi, nir -> nbr'), w.b, 'nbr, nro -> nbo')
-        return products(x, w.base, owner, dims) + w.scale * low
+        i, o = dims[2], dims[-1]
+        low = product(product(x, w.a, f'nb{i}, n{i}r -> nbr'), w.b, f'nbr, nr{o} -> nb{o}')
+        return products(x, w.base, owner, dims, t) + w.scale * low
     if isinstance(w, Quantized):
         return (product(x, w.values, dims).astype(jnp.float32) * w.scale[owner][:, None]).astype(x.dtype)
     return product(x, w, dims)
 
 
 def multiplied(
-    matrices: Callable[[Sequence[jax.Array]], tuple[Matrix, Matrix, Matrix]], E: int, x: Tokens, weight: OfChoices,
-    choice: Numbers, held: Int32[jax.Array, 'held'], *parts: jax.Array,
+    matrices: Callable[[Sequence[jax.Array]], tuple[Matrix, Matrix, Matrix]], E: int, t: int, x: Tokens,
+    weight: OfChoices, choice: Numbers, held: Int32[jax.Array, 'held'], *parts: jax.Array,
 ) -> Tokens:  # fmt: skip
     """Part by part: the weighted results of the experts that a device holds, numbers `held` out of E, for each token
     of x.
@@ -202,6 +206,7 @@ def multiplied(
 
     Args:
       matrices: makes w_gate, w_up and w_down of `parts`.
+      t: as of `products`.
     """
     w_gate, w_up, w_down = matrices(parts)
     top, count = choice.shape[-1], held.shape[0]
@@ -212,8 +217,8 @@ def multiplied(
     def add(y: Float[jax.Array, 'tokens M'], chunk: Chunk) -> Float[jax.Array, 'tokens M']:
         owner, pair, is_there = chunk
         there = tokens[pair // top]
-        gate, up = [products(there, w, owner, 'nbM, nMH -> nbH') for w in (w_gate, w_up)]
-        down = products(jax.nn.silu(gate) * up, w_down, owner, 'nbH, nMH -> nbM')
+        gate, up = [products(there, w, owner, 'nbM, nMH -> nbH', t) for w in (w_gate, w_up)]
+        down = products(jax.nn.silu(gate) * up, w_down, owner, 'nbH, nMH -> nbM', t)
         down = jnp.where(is_there[..., None], down * weight.reshape(-1)[pair][..., None], 0)
         return y.at[pair // top].add(down)
 
@@ -245,7 +250,8 @@ def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: 
         types += f', E/e {summed} N, E/e N {kept}' if isinstance(w, Adapted) else ''
         types += f', E/e {kept}' if isinstance(w, Quantized) else ''
     parts, structure = jax.tree.flatten(experts)
-    multiply = functools.partial(multiplied, functools.partial(jax.tree.unflatten, structure), model.experts)
+    matrices, t = functools.partial(jax.tree.unflatten, structure), int(shardops.axis_size('t'))
+    multiply = functools.partial(multiplied, matrices, model.experts, t)
     y = shardops.local(f'{types} -> B/g L/c M +e +t', multiply, x, weight, choice, held, *parts)
     return shardops.psum_scatter('B/g L/c M +e +t -> B/b L/c M +t', y)
 

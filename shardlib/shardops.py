@@ -574,6 +574,9 @@ def einsum_unreduced(
 def _einsum_unreduced(recipe, axes):
     equation = _equation(recipe, axes)
     words, result = equation.split("->")[0].split(","), equation.split("->")[1]
+    first, second = recipe.operands
+    # Devices along axes that split no operand multiply alike: of their products the model needs one.
+    alike = math.prod(size for axis, size in axes.items() if axis not in first.split | second.split)
 
     def run(x, y, rounded_to, x_is_thin, how):
         def product(x, y):
@@ -606,7 +609,7 @@ def _einsum_unreduced(recipe, axes):
         differentiated.defvjp(forward, backward, symbolic_zeros=True)
         return differentiated(x, y)
 
-    return Plan(run)
+    return Plan(run if alike == 1 else jax.named_scope(f"busy=1:{alike}")(run))  # the scope is for the ledger
 
 
 def _equation(recipe, axes) -> str:

@@ -54,9 +54,9 @@ def test_what_experts_take_and_give_is_checked():
     weight, sent = jnp.ones((2, 8, 3)), experts.dispatch(x, slot, 5, 6)
     assert experts.combine(sent, weight, slot).shape == x.shape
     owner, rows, matrix = jnp.zeros(7, jnp.int32), jnp.zeros((7, 2, 4)), jnp.zeros((5, 4, 6))
-    assert experts.products(rows, matrix, owner, 'nbM, nMH -> nbH').shape == (7, 2, 6)
+    assert experts.products(rows, matrix, owner, 'nbM, nMH -> nbH', 1).shape == (7, 2, 6)
     numbers = jnp.arange(5, dtype=jnp.int32)
-    every = functools.partial(experts.multiplied, lambda own: own, 5)
+    every = functools.partial(experts.multiplied, lambda own: own, 5, 1)
     assert every(x, weight, slot, numbers, matrix, matrix, matrix).shape == x.shape
     for wrong in (
         lambda: experts.slots(weight, 5, 6, 2),
@@ -64,8 +64,8 @@ def test_what_experts_take_and_give_is_checked():
         lambda: experts.combine(sent[:, :1], weight, slot),
         lambda: experts.combine(sent, weight[:, :1], slot),
         lambda: experts.blocks(slot, 5, 5),
-        lambda: experts.products(rows, matrix, owner[:1], 'nbM, nMH -> nbH'),
-        lambda: experts.products(rows, matrix[0], owner, 'nbM, nMH -> nbH'),
+        lambda: experts.products(rows, matrix, owner[:1], 'nbM, nMH -> nbH', 1),
+        lambda: experts.products(rows, matrix[0], owner, 'nbM, nMH -> nbH', 1),
         lambda: every(x, weight[:, :1], slot, numbers, matrix, matrix, matrix),
         lambda: every(x, weight, slot, weight, matrix, matrix, matrix),
     ):

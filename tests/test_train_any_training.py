@@ -12,12 +12,14 @@ import zarr
 from parts import says
 from published import FOLDER, on_mesh
 from several_hosts import logged, where
+from test_axes import ledger_of
 from test_train_any import arrays_of, start  # noqa: F401 a fixture
 
 import train_any
 from models import bert, huggingface
 from models.layers import WeightedBatch
 from runtime.checkpoints.checkpoint import read_leaf
+from runtime.config.command_line import load
 from runtime.data.split_writer import write_split
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import u32
@@ -200,6 +202,19 @@ def test_any_family_from_random_weights(family, small_run, tmp_path, pool):
     huggingface.export(huggingface.open_weights(tmp_path / "one", pool), tmp_path / "published", "float32", pool)
     again = [f"initial_weights={tmp_path}/published", "training.learning_rate=1e-30", "training.weight_decay=0"]
     assert small_run("again", *keys, *again, "mesh={d: 1, t: 1}")[-1] == pytest.approx(one[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "t5", *small.slow(*sorted(FAMILIES.keys() - {"olmoe", "t5"}))])
+def test_model_flops_do_not_depend_on_the_mesh(family):
+    """What several devices compute alike counts once, with adapters and without."""
+    keys = [*SMALL[1:], f"family={family}", *OF_FAMILY.get(family, []), "training.microbatches=2"]
+    keys += ["training.tokens.read_len=16"] if family == "t5" else []
+    meshes = ["mesh={d: 1, t: 1}", *FAMILIES[family], "mesh={d: 2, t: 4}"]
+    meshes += [] if family in ("bert", "t5") else ["mesh={p: 2, d: 1, c: 2, t: 2}"]
+    configs = [train_any.resolved(load(train_any.Config, "any_synthetic", [*keys, mesh])) for mesh in meshes]
+    for lora in train_any.Lora(), train_any.Lora(rank=2, targets=".*|expert_.*"):
+        one, *others = (ledger_of(dataclasses.replace(config, lora=lora)) for config in configs)
+        assert [other.model_flops for other in others] == pytest.approx([one.model_flops] * len(others), rel=1e-12)
 
 
 @pytest.mark.slow

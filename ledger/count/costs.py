@@ -30,7 +30,7 @@ KINDS = {
 SEND_NOTHING = {"axis_index", "pvary"}
 # Names of scopes. 'causal': the model needs half of the products, since they are masked to the positions before;
 # 'needed=3:4': it needs three quarters. 'flops:NAME=5:4': each run of the kernel NAME computes 5 FLOPs, and the model
-# needs 4 of them. 'busy=8:11' on a loop: 8 of its 11 turns do useful work.
+# needs 4 of them. 'busy=8:11': 8 of a loop's 11 turns do useful work; or of 11 devices, or rows, that compute in it.
 _NEEDED = re.compile(r"(?<![\w.])(?:causal|needed=(\d+):(\d+))(?![\w.])")
 _KERNEL = re.compile(r"flops:([^\s=]+)=(\d+):(\d+)")
 _BUSY = re.compile(r"(?<![\w.])busy=(\d+):(\d+)")

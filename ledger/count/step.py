@@ -40,7 +40,8 @@ class Ledger:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of a step on all devices, nothing recomputed, causal products as half. MFU counts these."""
+        """FLOPs of a step on all devices, nothing recomputed, causal products as half, what devices repeat once.
+        MFU counts these."""
         return self.costs.model_flops() * self.devices
 
     @property

@@ -100,7 +100,7 @@ def test_pairs_are_multiplied_with_their_experts_alone(favourites, held):
         numbers, chosen = jnp.arange(8, dtype=jnp.int32), jnp.asarray(choice)
         parts = [
             experts.multiplied(
-                lambda own: own, 8, x, weight, chosen, numbers[i : i + held], *(w[i : i + held] for w in matrices)
+                lambda own: own, 8, 1, x, weight, chosen, numbers[i : i + held], *(w[i : i + held] for w in matrices)
             )
             for i in range(0, 8, held)
         ]
@@ -138,7 +138,7 @@ def test_the_ledger_counts_the_pairs_that_a_device_has_on_average(held):
     skipped do not run."""
     x, weight = jnp.zeros((1, 400, 8)), jnp.zeros((1, 400, 2))
     choice, numbers = jnp.zeros((1, 400, 2), jnp.int32), jnp.arange(held, dtype=jnp.int32)
-    function = functools.partial(experts.multiplied, lambda matrices: matrices, 8)
+    function = functools.partial(experts.multiplied, lambda matrices: matrices, 8, 1)
     program = jax.make_jaxpr(function)(x, weight, choice, numbers, *jnp.zeros((3, held, 8, 12)))
     costs = count(read(program), {})
     a_pair = 3 * 2 * 8 * 12
