@@ -255,6 +255,7 @@ def hidden(model, weights, read, read_segment, inputs, segment, *, ends=None, ho
     allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
     is_read = segment[:, :, None] == read_segment[:, None, :]
 
+    @jax.named_scope('causal')
     def attend(q, k, v, drop):
         return deal_heads(functools.partial(attention_where, allowed=allowed, bias=bias, drop=drop), q, k, v), None
 

@@ -206,7 +206,7 @@ def test_any_family_from_random_weights(family, small_run, tmp_path, pool):
 
 @pytest.mark.parametrize("family", ["olmoe", "t5", *small.slow(*sorted(FAMILIES.keys() - {"olmoe", "t5"}))])
 def test_model_flops_do_not_depend_on_the_mesh(family):
-    """What several devices compute alike counts once, with adapters and without."""
+    """What several devices compute alike counts once, with adapters and without; causal attention counts half."""
     keys = [*SMALL[1:], f"family={family}", *OF_FAMILY.get(family, []), "training.microbatches=2"]
     keys += ["training.tokens.read_len=16"] if family == "t5" else []
     meshes = ["mesh={d: 1, t: 1}", *FAMILIES[family], "mesh={d: 2, t: 4}"]
@@ -215,6 +215,11 @@ def test_model_flops_do_not_depend_on_the_mesh(family):
     for lora in train_any.Lora(), train_any.Lora(rank=2, targets=".*|expert_.*"):
         one, *others = (ledger_of(dataclasses.replace(config, lora=lora)) for config in configs)
         assert [other.model_flops for other in others] == pytest.approx([one.model_flops] * len(others), rel=1e-12)
+        rows = [(row, times) for row, times in one.costs.products.items() if row.phase == "forward"]
+        model, tokens = configs[0].model, configs[0].training.tokens
+        heads = getattr(model, "n_q_per_kv", 1) * model.n_kv
+        causal = 0 if family == "bert" else 4 * tokens.batch * tokens.len**2 * heads * model.d_head * model.layers
+        assert sum(row.flops * times for row, times in rows if row.needed == 0.5) == causal
 
 
 @pytest.mark.slow
