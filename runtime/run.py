@@ -46,7 +46,7 @@ from runtime.config.checks import check_dataset
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
 from runtime.data.tokenizers import Tokenizer, tokenizer_identity
-from runtime.files import flat, parse_yaml, read_text, write_all, write_whole
+from runtime.files import MOST_BYTES, flat, parse_yaml, read_bytes, read_text, write_all, write_whole
 from runtime.terminal import NothingToTrain, RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.best import Best
@@ -280,8 +280,10 @@ class Run:
                 if rows:
                     with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
                         print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
-                if not (self.folder / "step.svg").exists():
-                    write_whole(self.folder / "step.hlo.txt", compiled.as_text())
+                hlo, drawn, text = self.folder / "step.hlo.txt", self.folder / "step.svg", compiled.as_text().encode()
+                if not drawn.exists() or (hlo.exists() and read_bytes(hlo, MOST_BYTES) != text):
+                    write_whole(hlo, text)
+                    drawn.unlink(missing_ok=True)  # shows the step of another mesh
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:

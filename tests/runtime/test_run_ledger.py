@@ -39,8 +39,11 @@ def compiled(tmp_path, capsys) -> str:
 
 def test_a_step_that_sends_what_is_written(tmp_path, capsys):
     """What it costs, where each line's costs stand, that compiled and written agree, and memory: a sentence each. Of a
-    CPU no figure is known: nothing is said of how long the step takes, and none is guessed."""
+    CPU no figure is known: nothing is said of how long the step takes, and none is guessed. The picture of another
+    mesh's step goes, to be drawn anew."""
+    (tmp_path / "step.hlo.txt").write_text("another mesh's")
     text = compiled(tmp_path, capsys)
+    assert (tmp_path / "step.hlo.txt").read_text().startswith("HloModule ") and not (tmp_path / "step.svg").exists()
     assert text.startswith("A step: ") and re.search(r" needs [\d.]+ MB \(forecast\)\. Line by line: ", text)
     assert f" {tmp_path}/ledger.html, and ledger.txt there. The compiled step sends what" in text
     agreement = r"The compiled step sends what is written: \d+ collectives, equal by kind, axes, type and bytes\."
