@@ -194,7 +194,8 @@ class Run:
         self.validation_data = open_data(self._config, "validation", sharding)
         opened.callback(self.validation_data.close)
         largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
-        check_dataset(self._config, largest_id, self.data.steps, self.data.bos_id)
+        epochs = self.data.epochs_of(self._total)
+        check_dataset(self._config, largest_id, self.data.steps, epochs, self.data.bos_id)
         tokenizer = tokenizer_of(self._config)
         self._identity = dict(self.data.identity)
         if tokenizer is not None:

@@ -151,7 +151,8 @@ def data(config: Any, mesh: Mesh) -> Iterator[Row]:
         splits = [contextlib.closing(open_data(config, split, sharding)) for split in ("train", "validation")]
         with splits[0] as training, splits[1] as validation:  # without a run that owns its folder, none is begun
             largest_id = max(training.max_token_id, validation.max_token_id)
-            check_dataset(config, largest_id, training.steps, training.bos_id)
+            epochs = training.epochs_of(config.training.steps)
+            check_dataset(config, largest_id, training.steps, epochs, training.bos_id)
             yield "data", training.summary, ""
     except RunError as error:
         text = "; ".join(map(str.strip, str(error).splitlines()))  # a line for each problem

@@ -85,8 +85,11 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     yield devices % hosts > 0, "num_hosts", f"{shared}: set num_hosts to {nearest_divisors(devices, hosts)}"
 
 
-def check_dataset(config: Any, max_token_id: int, steps_available: int | None, bos_id: int = 0) -> None:
-    """Raises RunError: the vocabulary is too small for the data's ids, or they hold fewer steps (None: without end)."""
+def check_dataset(
+    config: Any, max_token_id: int, steps_available: int | None, epochs_needed: int, bos_id: int = 0
+) -> None:
+    """Raises RunError: the vocabulary is too small for the data's ids, or they hold fewer steps (None: without end).
+    epochs_needed: so many hold the config's steps."""
     mixed = ", ".join(source.filespec for source in config.mixture)
     filespec = mixed or config.flat_tokens.filespec or config.hf_dataset.path
     steps, epochs = config.training.steps, config.flat_tokens.epochs
@@ -99,7 +102,7 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
         problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {needed} or more"))
     if steps_available is not None and steps > steps_available:
         holds = f"the data set {filespec} holds {steps_available} steps in flat_tokens.epochs = {epochs}"
-        fix = f"set flat_tokens.epochs={-(-steps * epochs // steps_available)}, or training.steps={steps_available}"
+        fix = f"set flat_tokens.epochs={epochs_needed}, or training.steps={steps_available}"
         problems.append(_problem(config, "training.steps", f"{holds}: {fix}"))
     refuse(problems)
 

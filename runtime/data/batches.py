@@ -250,6 +250,10 @@ class Loader:
         counts = self._mixture.counts(self._growing_batch.start(step + 1)) * self._length
         return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
 
+    def epochs_of(self, steps: int) -> int:
+        """How many epochs hold so many steps."""
+        return -(-self._growing_batch.start(steps) // self.rows)
+
     def part_of_batch(self, step: int) -> float:
         """The share of the largest batch's rows that a step has."""
         return self._growing_batch.rows(step) / self._batch

@@ -324,12 +324,12 @@ def test_the_mesh_against_the_machine():
 def test_dataset_against_the_config():
     """A vocabulary too small and more steps than the epochs hold name the value that would do."""
     config = load(train.Config)
-    config_checks.check_dataset(config, max_token_id=1279, steps_available=50)
+    config_checks.check_dataset(config, max_token_id=1279, steps_available=50, epochs_needed=1)
     data = "synthetic_dataset.zarr"
     for arguments, text in [
-        ((1280, 50), f"{FILE}: model.vocab = 1280: … {data} … up to 1280: set model.vocab to 1281"),
-        ((1016, 50, 2000), "has the bos_id 2000: set model.vocab to 2001"),
-        ((1279, 20), f"{FILE}: training.steps = 50: … {data} holds 20 steps … epochs=3, or training.steps=20"),
-        ((1280, 20), "2 problems in the configuration"),
+        ((1280, 50, 1), f"{FILE}: model.vocab = 1280: … {data} … up to 1280: set model.vocab to 1281"),
+        ((1016, 50, 1, 2000), "has the bos_id 2000: set model.vocab to 2001"),
+        ((1279, 20, 3), f"{FILE}: training.steps = 50: … {data} holds 20 steps … epochs=3, or training.steps=20"),
+        ((1280, 20, 3), "2 problems in the configuration"),
     ]:
         assert_refuses(text, config_checks.check_dataset, config, *arguments)

@@ -178,7 +178,8 @@ def test_hosts_read_the_rows_of_one(
     data, monkeypatch, starts_read, packing, batch, length, mesh, hosts, hosts_of_a_row, doubles_at
 ):
     """On any mesh and hosts, and where the batch doubles, the rows of two epochs are those of one loader, one after
-    another, and those that fill no batch are said at the start. Each host reads the rows of its own devices only."""
+    another, those that fill no batch are said at the start, and one step more takes another epoch. Each host reads the
+    rows of its own devices only."""
     config = FlatTokens(str(data), 1, packing, epochs=2)
     found, counts, loader = rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, doubles_at)
     sizes = [batch // 2 ** sum(step < doubling for doubling in doubles_at) for step in range(loader.steps)]
@@ -186,6 +187,7 @@ def test_hosts_read_the_rows_of_one(
     assert [len(targets) for targets, _, _ in found] == sizes and 0 <= left < batch
     assert counts == [sum(sizes) * hosts_of_a_row // hosts] * hosts
     assert f"{loader.steps:,} steps in 2 epochs, {left:,} rows left over at the end" in loader.summary
+    assert [loader.epochs_of(loader.steps + more) for more in (0, 1)] == [2, 3]
     with Loader(config, "train", batch=batch, length=length, sharding=sharding()) as single:
         whole = read_all(single)
     for arrays, expected in zip(zip(*found), whole):
