@@ -541,8 +541,12 @@ class Run:
             return
         rows_of = [self.data.rows_of(int(step["step"]) - 1) for step in bad]
         first, rows, file = bad[0], rows_of[0], self.folder / "bad_steps.json"
+        more = f"{file} has all rows of all these steps"
         if self._is_leader:
-            write_whole(file, json.dumps([{**step, "rows": rows} for step, rows in zip(bad, rows_of)], indent=1))
+            try:
+                write_whole(file, json.dumps([{**step, "rows": rows} for step, rows in zip(bad, rows_of)], indent=1))
+            except OSError as error:
+                more = f"{file}, of all rows of all these steps, cannot be written ({error.strerror})"
         saved, holds = self._checkpoints.latest(), not_finite(self._state)
         number, last = int(first["step"]), f"the last checkpoint is that after step {saved}"
         raise RunError(
@@ -550,8 +554,8 @@ class Run:
             f"loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
             f"{'no checkpoint was saved yet' if saved is None else last}.\n"
             f"Not finite on this host: {'; '.join(holds[:8]) or 'no weight or moment'}.\n"
-            f"The {len(rows)} rows of step {number} are {', '.join(rows[:4])}{', …' * (len(rows) > 4)}: {file} has all "
-            "rows of all these steps. Look at them; then start again with other data or a lower training.learning_rate."
+            f"The {len(rows)} rows of step {number} are {', '.join(rows[:4])}{', …' * (len(rows) > 4)}: {more}. "
+            "Look at them; then start again with other data or a lower training.learning_rate."
         )
 
     def _close_checkpoints(self, error_type: type[BaseException] | None, *_) -> None:

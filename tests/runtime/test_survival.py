@@ -495,9 +495,12 @@ def test_keys_of_an_older_program(tiny):
 # ---- bad steps -------------------------------------------------------------------------------------------------------
 
 
-def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_full", [False, True])
+def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch, is_full):
     """A learning rate that ruins the weights: after three bad steps in a row the run stops with status 1, names the
-    first, its rows and the last checkpoint, saved before."""
+    first, its rows and the last checkpoint, saved before; also where the disk has no room for the rows."""
+    if is_full:
+        (tmp_path / "run/bad_steps.json.part").symlink_to("/dev/full")
     monkeypatch.setattr(runtime_run, "MOST_BAD_STEPS", 3)
     assert start("training.learning_rate=1e30", "checkpoint_interval=1") == 1
     lines = [line for line in records(tmp_path / "run") if "loss" in line]
@@ -505,10 +508,13 @@ def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().err
     assert says(f"3 steps in a row … not finite … step {first}: loss … the last checkpoint … after step", printed)
     assert re.search(rf"\nThe 16 rows of step {first} are tokens \d+ to \d+ of .*tiny\.zarr", printed)
+    assert checkpoints(tmp_path / "run") == list(range(1, first))
+    if is_full:
+        assert says("bad_steps.json, of all rows … cannot be written (No space left on device). Look at them", printed)
+        return
     steps = json.loads((tmp_path / "run/bad_steps.json").read_text())
     assert [step["step"] for step in steps] == [first, first + 1, first + 2] and len(steps[0]["rows"]) == 16
     assert f"{tmp_path}/run/bad_steps.json has all rows" in printed
-    assert checkpoints(tmp_path / "run") == list(range(1, first))
 
 
 @pytest.mark.slow
