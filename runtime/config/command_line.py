@@ -41,7 +41,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config.arguments import no_flag, read
 from runtime.config.checks import check_combinations
-from runtime.config.help import configs_of, help_page
+from runtime.config.help import help_page, program_of
 from runtime.config.keys import DROPPED_KEYS, RunConfig
 from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, rebuild
 from runtime.files import flat, multiply, parse_yaml, read_text
@@ -323,10 +323,13 @@ def _readable_errors() -> Iterator[None]:
         text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
             folder, _, missing = str(error.missing_cfg_file).rpartition("/")
-            names = list(error.options or configs_of(CONFIG_FOLDER))
+            # Those that hydra has searched, also by --config-path and --config-dir.
+            folders = [Path(path, folder) for path in re.findall("path=file://(.+)", str(error))]
+            there = (file.stem for place in folders for file in sorted(place.glob("*.yaml")))
+            names = list(error.options or (name for name in there if program_of(name) == program_of("")))
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
-            where, said_by = from_here(CONFIG_FOLDER / folder), "".join(re.findall("^In '.*?': ", text))
-            text = f"{said_by}there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
+            where, said_by = " or ".join(map(from_here, folders)), "".join(re.findall("^In '.*?': ", text))
+            text = f"{said_by}there is no config {missing} in {where}{hint}; there are {', '.join(names) or 'none'}"
         if group := re.match(r"Could not override '(\w+)'", text):
             text = f"{group[1]}: this config chooses no file of configs/{group[1]}; those that do name it in `defaults`"
         raise RunError(text.replace("'++", "'")) from error

@@ -67,6 +67,9 @@ REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
     (["--config-name=c4_h200_84m"], None,
      "there is no config c4_h200_84m in configs; the nearest is c4_h200x1_84m; there are c4, "),
     (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs"),
+    (["--config-path=FOLDER"], None, "there is no config local_test_synthetic in FOLDER; there are mine\n"),
+    (["--config-dir=FOLDER", "--config-name=mini"], None,
+     "there is no config mini in configs or FOLDER; the nearest is mine; there are c4, "),
     (["--config-dir=/nowhere"], None, "Additional config directory '/nowhere' not found"),
     (["--config-name"], None, "command line: argument --config-name/-cn: expected one argument\n"),
     (["--steps=3"], None, "command line: --steps=3 is no flag: keys are given as steps=VALUE, a config as --"),
@@ -74,11 +77,13 @@ REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
     ([], RunError("the disk is full"), "the disk is full\n"),
     ([], REFUSED, f"{REFUSED}\n"),
 ], ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "")  # fmt: skip
-def test_an_error_is_said_without_traceback(monkeypatch, capsys, arguments, error, text):
-    """Status is 1 and stderr has the message, for a bad override, an unknown config, with all there are, main's own
-    RunError and shardlib's refusal."""
+def test_an_error_is_said_without_traceback(monkeypatch, capsys, tmp_path, arguments, error, text):
+    """Status is 1 and stderr has the message, for a bad override, an unknown config, with all there are and where,
+    main's own RunError and shardlib's refusal."""
+    (tmp_path / "mine.yaml").touch()
+    arguments = [argument.replace("FOLDER", str(tmp_path)) for argument in arguments]
     assert run(monkeypatch, *arguments, main=raising(error)) == 1
-    stderr = capsys.readouterr().err
+    stderr = capsys.readouterr().err.replace(str(tmp_path), "FOLDER")
     assert stderr.startswith(f"error: {text}") and stderr.count("\n") == str(error).count("\n") + 1
 
 
