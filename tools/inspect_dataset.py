@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from runtime.config import command_line
-from runtime.data.chunks import has_checksums, open_group, read, read_errors
+from runtime.data.chunks import has_checksums, open_checked, read, read_errors
 from runtime.data.flat_tokens import WEIGHT, Split, absolute_path, is_weight, open_split
 from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
 from runtime.terminal import RunError, print_line, printable, wrapped
@@ -36,7 +36,7 @@ class InspectDataset:
 def main(config: InspectDataset) -> None:
     where, wrong = absolute_path(config.path), 0
     try:
-        dataset = open_group(where, mode="r")
+        dataset = open_checked(where)
     except read_errors(KeyError, TypeError, ImportError):
         open_split(where, "train")  # says what is wrong
         raise

@@ -3,7 +3,8 @@
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
 
-zarr reads a missing chunk as its fill value; arrays of `open_checked` do not, and ask an object store for ten minutes.
+zarr reads a missing chunk as its fill value; arrays of `open_checked` do not. It and they ask an object store for ten
+minutes.
 """
 
 import asyncio
@@ -44,6 +45,7 @@ class CheckedStore(zarr.storage.WrapperStore):
     def __init__(self, store: zarr.abc.store.Store):
         super().__init__(store)
         self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
+        self.fs = getattr(store, "fs", None)
         self.format_2: dict[str, tuple[Any, int]] = {}  # the compressor and a chunk's bytes, by the array's path
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
@@ -73,14 +75,25 @@ class CheckedStore(zarr.storage.WrapperStore):
             await asyncio.sleep(pause_s)
 
 
-def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:
+def open_group(path: str, mode: Literal["r+", "a"]) -> zarr.Group:
+    """zarr.open_group, to write."""
+    return _opened(path, path, mode)
+
+
+def open_checked(path: str) -> zarr.Group:
+    """The group at a path or URL, to read, through a CheckedStore. Raises as zarr.open_group."""
+    store = zarr.storage.FsspecStore.from_url if "://" in path else zarr.storage.LocalStore
+    return _opened(path, CheckedStore(store(path, read_only=True)), "r")
+
+
+def _opened(path: str, store: str | CheckedStore, mode: Literal["r", "r+", "a"]) -> zarr.Group:
     """zarr.open_group. Its connections to an object store are closed when the program ends: nothing else does that, and
     aiohttp may print "Unclosed client session"."""
     for name in METADATA:
         if "://" not in path and os.path.lexists(file := os.path.join(path, name)):
             open_file(file, LARGEST_BYTES).close()
     try:
-        group = zarr.open_group(path, mode=mode)
+        group = zarr.open_group(store, mode=mode)
     except (TypeError, AttributeError, KeyError) as error:  # at JSON of another kind
         raise ValueError(f"its metadata are not those of a group ({error})") from error
     if (file_system := getattr(group.store, "fs", None)) is not None:
@@ -97,12 +110,6 @@ def _close_at_the_end(file_system: Any) -> None:
                 zarr.core.sync.sync(session.close(), timeout=5)
 
     atexit.register(close)  # runs before zarr's own, which ends the loop that the connections live in
-
-
-def open_checked(path: str) -> zarr.Group:
-    """The group at a path or URL, through a CheckedStore. Raises as zarr.open_group."""
-    group = open_group(path, mode="r")
-    return zarr.open_group(CheckedStore(group.store), path=group.path, mode="r")
 
 
 def check_chunks(array: zarr.Array) -> None:

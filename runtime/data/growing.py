@@ -22,7 +22,7 @@ import zarr
 import zarr.errors
 
 from runtime import beside
-from runtime.data.chunks import check_chunks, open_checked, open_group
+from runtime.data.chunks import check_chunks, open_checked, read_errors
 from runtime.data.documents import BLOCK_BYTES
 from runtime.data.flat_tokens import Split, open_split
 from runtime.data.read_ahead import NO_END
@@ -109,9 +109,12 @@ class GrowingSplit(Split):
     def _look(self) -> None:
         """Takes over the tokens that are there by now."""
         try:
-            attributes: dict[str, Any] = open_group(self._path, mode="r").attrs.asdict()
+            dataset = open_checked(self._path)
         except (FileNotFoundError, zarr.errors.GroupNotFoundError):
             return  # the process has not begun
+        except read_errors() as error:
+            raise RunError(f"{self._path} cannot be read ({type(error).__name__}: {error})") from error
+        attributes: dict[str, Any] = dataset.attrs.asdict()
         if "made_by" in attributes:
             whole = open_split(self._path, "train")
             self.encoded_tokens, self.seq_starts = whole.encoded_tokens, whole.seq_starts
@@ -121,7 +124,7 @@ class GrowingSplit(Split):
             return
         written = attributes.get("tokenizing", {}).get("splits", {}).get("train", {})
         if written.get("tokens", 0) > self._tokens:
-            array = open_checked(self._path)["train/encoded_tokens"]
+            array = dataset["train/encoded_tokens"]
             assert isinstance(array, zarr.Array)
             check_chunks(array)
             self.encoded_tokens, self._tokens = array, written["tokens"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.data.batches import UNSHUFFLED_BATCHES, Batch, Loader
-from runtime.data.chunks import open_group
+from runtime.data.chunks import open_checked
 from runtime.data.documents import find_splits
 from runtime.data.flat_tokens import absolute_path
 from runtime.data.growing import GrowingSplit
@@ -98,7 +98,7 @@ def bytes_per_token(config: Any) -> float | None:
 
 
 def _bytes_per_token(path: str) -> float | None:
-    attributes: dict[str, Any] = open_group(absolute_path(path), mode="r").attrs.asdict()
+    attributes: dict[str, Any] = open_checked(absolute_path(path)).attrs.asdict()
     if (attributes.get("tokenizer") or {}).get("name") == BYTES:
         return 1.0
     made_by = attributes.get("made_by") or {}

@@ -123,16 +123,21 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
     assert_refuses("gs://a/b cannot be opened … pip install gcsfs", open_split, "gs://a/b", "train")
 
 
-def test_a_store_that_fails_for_a_while(monkeypatch, capfd):
-    """A chunk that an object store does not give at first is asked for again, with a note; no longer than its patience
-    lasts, and not where the store refuses it."""
+@pytest.mark.parametrize("file, refused", [
+    ("train/encoded_tokens/c/0", "encoded_tokens of PATH/train from … "),
+    ("zarr.json", "the data set PATH cannot be opened … "),
+])  # fmt: skip
+def test_a_store_that_fails_for_a_while(file, refused, tmp_path, monkeypatch, capfd):
+    """A chunk, or the data set's first file, that an object store does not give at first is asked for again, with a
+    note; no longer than its patience lasts, and not where the store refuses it."""
     read_from_chunks(monkeypatch)
     monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.001)
-    path, fails = write("memory://fails"), [OSError("503 Slow Down"), TimeoutError("no answer")]
-    expected, kept = load_all(path), MemoryFileSystem.cat_file
+    name, fails = tmp_path.name, [OSError("503 Slow Down"), TimeoutError("no answer")]
+    path = write(f"memory://{name}")
+    expected, kept, refused = load_all(path), MemoryFileSystem.cat_file, refused.replace("PATH", path)
 
     def cat_file(self, path, *args, **kwargs):
-        if "encoded_tokens/c/" in path and fails:
+        if path == f"/{name}/{file}" and fails:
             raise fails.pop(0)
         return kept(self, path, *args, **kwargs)
 
@@ -141,10 +146,10 @@ def test_a_store_that_fails_for_a_while(monkeypatch, capfd):
         assert_equal(one, other)
     assert not fails and says("s: OSError: 503 Slow Down … s: TimeoutError: no answer", capfd.readouterr().err)
     fails.append(PermissionError("403 Forbidden"))
-    assert_refuses("encoded_tokens of memory://fails/train from … (403 Forbidden)", load_all, path)
+    assert_refuses(f"{refused}403 Forbidden)", load_all, path)
     monkeypatch.setattr(chunks, "PATIENCE_S", 0.0)
     fails.append(OSError("503 Slow Down"))
-    assert_refuses("encoded_tokens of memory://fails/train from … (503 Slow Down)", load_all, path)
+    assert_refuses(f"{refused}503 Slow Down)", load_all, path)
 
 
 @pytest.mark.slow

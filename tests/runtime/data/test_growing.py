@@ -14,10 +14,12 @@ import jax
 import numpy as np
 import pytest
 import small
+from fsspec.implementations.memory import MemoryFileSystem
 from parts import assert_refuses, says
 from ragged import FlatTokens, HostSharding, as_numpy, assert_equal, encoded, ragged, read_all, sharding
 from several_hosts import TINY, logged
 
+from runtime import retries
 from runtime.config import resume
 from runtime.config.command_line import load
 from runtime.config.keys import HuggingFaceDataset, Source
@@ -139,6 +141,28 @@ def test_validation_is_a_bounded_pass_that_repeats(written):
         targets, is_seq_start, is_target = read_all(every)
     assert is_target.all(axis=1).tolist() == [True] * whole + [False] * (len(targets) - whole)
     np.testing.assert_array_equal((2 * targets + is_seq_start)[is_target], TOKENS[: whole * 32])
+
+
+def test_a_store_that_fails_while_it_grows(monkeypatch, tmp_path):
+    """The data set is looked at again, as chunks are read again."""
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.001)
+    fails, kept = [], MemoryFileSystem.cat_file
+
+    class Failing(Writer):
+        def ask(self, tokens):
+            super().ask(tokens)
+            fails.append(OSError("503 Slow Down"))
+
+    def cat_file(self, path, *args, **kwargs):
+        if path == f"/{tmp_path.name}/zarr.json" and fails:
+            raise fails.pop()
+        return kept(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(growing, "Tokenizing", Failing)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with loader(split_at(f"memory://{tmp_path.name}")) as data:
+        np.testing.assert_array_equal(rows(data.load(0)).ravel(), TOKENS[: 4 * 32])
+    assert not fails
 
 
 def test_another_host_waits_for_the_first(written, monkeypatch):
