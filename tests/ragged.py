@@ -87,5 +87,5 @@ class HostSharding:
 def read_from_chunks(monkeypatch):
     """Makes loaders read from chunks also what is small enough to be kept in memory."""
     monkeypatch.setattr(
-        "runtime.data.batches.open_split", lambda path, split: open_split(path, split, resident_bytes=0)
+        "runtime.data.batches.open_split", lambda path, split, **more: open_split(path, split, resident_bytes=0, **more)
     )

@@ -12,6 +12,7 @@ of neighbouring rows, and of the rows in groups of such blocks (shuffle buffers)
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -149,12 +150,12 @@ class Loader:
         for phase, size in enumerate(self._growing_batch.sizes):
             self._is_host_row[phase, self._host_rows[size]] = True
         self._sources: list[RowStream] = []
-        self._growing = growing
+        self._growing, closing = growing, threading.Event()
         with contextlib.ExitStack() as opened:
             pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
             names = [source.filespec for source in mixture] or [*growing] or [flat_tokens.filespec]
             for index, name in enumerate(names):
-                opened_split = growing.get(name) or open_split(name, split)
+                opened_split = growing.get(name) or open_split(name, split, closing=closing)
                 refusals.check_rows(opened_split, length, read_length, flat_tokens.sequence_packing, sharding)
                 rows = (
                     PackedRows(opened_split, self._length)
@@ -179,6 +180,7 @@ class Loader:
             opened.callback(lambda: self._batches.close())
             for other in growing.values():
                 opened.callback(other.close)  # first, since the threads may be waiting for it
+            opened.callback(closing.set)  # or for a store
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -205,6 +207,10 @@ class Loader:
         if step < 0 or (self.steps is not None and step >= self.steps):
             raise RunError(f"there is no batch for step {step}: {self.summary}")
         return self._batches(step)
+
+    def is_there(self, step: int, timeout_s: float) -> bool:
+        """Waits for the batch of a step, at most so long; whether `load` would wait no longer."""
+        return self._batches.is_there(step, timeout_s)
 
     @property
     def waited_s(self) -> float:

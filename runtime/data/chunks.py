@@ -12,6 +12,7 @@ import atexit
 import functools
 import os
 import sys
+import threading
 import zlib
 from concurrent.futures import Executor
 from typing import Any, Literal
@@ -36,14 +37,17 @@ OF_PACKAGES = (
     ("datasets.exceptions", "DatasetsError"), ("pyarrow", "ArrowException"), ("zstandard", "ZstdError"),
 )  # fmt: skip
 PATIENCE_S = 600.0  # as checkpoints have it
+NEVER = threading.Event()  # is not set
 MOST_FILE_BYTES = 2**32  # in other writers' shards; ours have a quarter of 2**20
 
 
 class CheckedStore(zarr.storage.WrapperStore):
-    """A store to read from: a chunk that is not there is an OSError, one of format 2 that is not whole a ValueError."""
+    """A store to read from: a chunk that is not there is an OSError, one of format 2 that is not whole a ValueError.
+    Once `closing` is set, nothing is asked again."""
 
-    def __init__(self, store: zarr.abc.store.Store):
+    def __init__(self, store: zarr.abc.store.Store, closing: threading.Event = NEVER):
         super().__init__(store)
+        self._closing = closing
         self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
         self.fs = getattr(store, "fs", None)
         self.format_2: dict[str, tuple[Any, int]] = {}  # the compressor and a chunk's bytes, by the array's path
@@ -69,7 +73,7 @@ class CheckedStore(zarr.storage.WrapperStore):
                 return await self._store.get(key, prototype, byte_range)
             except read_errors() as error:
                 pause_s = next(left, None)
-                if self.folder or is_final(error) or pause_s is None:
+                if self.folder or is_final(error) or pause_s is None or self._closing.is_set():
                     raise
                 print_note(f"{key} is read again in {pause_s:.1f} s: {type(error).__name__}: {error}")
             await asyncio.sleep(pause_s)
@@ -80,10 +84,10 @@ def open_group(path: str, mode: Literal["r+", "a"]) -> zarr.Group:
     return _opened(path, path, mode)
 
 
-def open_checked(path: str) -> zarr.Group:
+def open_checked(path: str, closing: threading.Event = NEVER) -> zarr.Group:
     """The group at a path or URL, to read, through a CheckedStore. Raises as zarr.open_group."""
     store = zarr.storage.FsspecStore.from_url if "://" in path else zarr.storage.LocalStore
-    return _opened(path, CheckedStore(store(path, read_only=True)), "r")
+    return _opened(path, CheckedStore(store(path, read_only=True), closing), "r")
 
 
 def _opened(path: str, store: str | CheckedStore, mode: Literal["r", "r+", "a"]) -> zarr.Group:

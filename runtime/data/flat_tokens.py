@@ -12,6 +12,7 @@ A data set is a zarr group of such groups, `train` and `validation`. zarr's form
 import dataclasses
 import os
 import re
+import threading
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ import zarr
 import zarr.errors
 from jaxtyping import Bool, Float32, Int64, Shaped, UInt32, UInt64
 
-from runtime.data.chunks import check_chunks, open_checked, read, read_errors, read_ranges
+from runtime.data.chunks import NEVER, check_chunks, open_checked, read, read_errors, read_ranges
 from runtime.terminal import RunError
 
 LARGEST_ID = 2**31 - 1  # one bit of 32 tells where a sequence starts
@@ -105,14 +106,20 @@ class Split:
             raise RunError(f"weight of {self.where} holds {what}, expected {WEIGHT}: write the data set again")
 
 
-def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RESIDENT_BYTES) -> Split:
+def open_split(
+    path: str | os.PathLike,
+    split: str,
+    *,
+    resident_bytes: int = RESIDENT_BYTES,
+    closing: threading.Event = NEVER,
+) -> Split:
     """Opens one split of a data set, a folder or a URL, and checks all but the tokens. An array of at most
-    resident_bytes is read at once and kept in memory. Raises RunError: the data set, the split, an array or an
-    attribute is missing, or is not as the format says."""
+    resident_bytes is read at once and kept in memory. closing: see CheckedStore. Raises RunError: the data set, the
+    split, an array or an attribute is missing, or is not as the format says."""
     where = absolute_path(path)
     advice = "set flat_tokens.filespec to a flat-tokens data set, or write one by tools.tokenize_text (docs/data.md)"
     try:
-        return _split_of(open_checked(where), where, split, resident_bytes)
+        return _split_of(open_checked(where, closing), where, split, resident_bytes)
     except (FileNotFoundError, zarr.errors.GroupNotFoundError) as error:
         if "://" in where or not os.path.exists(where):
             if os.path.basename(where) == SYNTHETIC:

@@ -109,14 +109,14 @@ class GrowingSplit(Split):
     def _look(self) -> None:
         """Takes over the tokens that are there by now."""
         try:
-            dataset = open_checked(self._path)
+            dataset = open_checked(self._path, self._is_closed)
         except (FileNotFoundError, zarr.errors.GroupNotFoundError):
             return  # the process has not begun
         except read_errors() as error:
             raise RunError(f"{self._path} cannot be read ({type(error).__name__}: {error})") from error
         attributes: dict[str, Any] = dataset.attrs.asdict()
         if "made_by" in attributes:
-            whole = open_split(self._path, "train")
+            whole = open_split(self._path, "train", closing=self._is_closed)
             self.encoded_tokens, self.seq_starts = whole.encoded_tokens, whole.seq_starts
             self._tokens, self._is_whole = whole.encoded_tokens.shape[0], True
             if jax.process_index() == 0:

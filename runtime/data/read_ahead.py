@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +28,11 @@ class ReadAhead(Generic[T]):
         self.waited_s = 0.0
 
     def __call__(self, index: int) -> T:
+        self.is_there(index, None)
+        return self._futures[index].result()
+
+    def is_there(self, index: int, timeout_s: float | None) -> bool:
+        """Waits for a result, at most so long (None: for ever)."""
         wanted = range(index, min(index + self._ahead + 1, self._count))
         for other in [known for known in self._futures if known not in wanted]:
             self._futures.pop(other).cancel()
@@ -36,7 +41,7 @@ class ReadAhead(Generic[T]):
                 self._futures[new] = self._pool.submit(self._function, new)
         began = time.perf_counter()
         try:
-            return self._futures[index].result()
+            return bool(wait([self._futures[index]], timeout_s).done)
         finally:
             self.waited_s += time.perf_counter() - began
 

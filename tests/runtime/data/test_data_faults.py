@@ -152,6 +152,27 @@ def test_a_store_that_fails_for_a_while(file, refused, tmp_path, monkeypatch, ca
     assert_refuses(f"{refused}503 Slow Down)", load_all, path)
 
 
+def test_closing_waits_for_no_store(tmp_path, monkeypatch):
+    """What a store does not give is not asked for again once the loader is closed."""
+    read_from_chunks(monkeypatch)
+    monkeypatch.setattr(retries, "LONGEST_PAUSE_S", 0.001)
+    path, fails, kept = (
+        write(f"memory://{tmp_path.name}"),
+        [OSError("503 Slow Down")] * 20_000,
+        MemoryFileSystem.cat_file,
+    )
+
+    def cat_file(self, path, *args, **kwargs):
+        if "encoded_tokens/c/" in path and fails:
+            raise fails.pop()
+        return kept(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with Loader(FlatTokens(path), "train", batch=8, length=8, sharding=sharding()) as loader:
+        assert not loader.is_there(0, 0.01)
+    assert fails
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
