@@ -44,6 +44,7 @@ from runtime.cluster.tuning import has_bfloat16, options
 from runtime.config import resume
 from runtime.config.checks import check_dataset
 from runtime.config.command_line import to_yaml
+from runtime.data.batches import Loader
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
 from runtime.data.tokenizers import Tokenizer, tokenizer_identity
 from runtime.files import MOST_BYTES, flat, parse_yaml, read_bytes, read_text, write_all, write_whole
@@ -65,6 +66,7 @@ AHEAD_S = 2.0  # most seconds of steps in flight, since a signal waits for them;
 # program draws the same bits (2.4M parameters, two cores, jax 0.10.2, 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
+POLL_S = 0.2  # from one look for a signal to the next, while data are waited for
 MOST_BAD_STEPS = 10  # in a row; after so many, continuing does not help
 
 
@@ -136,6 +138,7 @@ class Run:
     _read: Callable[[Any], Any] | None = None  # reads the first weights
     _step_began = 0.0
     _stopping = _is_stopped = _save_is_late = False
+    _saved_step = 0  # the last step whose state this start has saved; 0: none yet
     _skipped_steps: Any = 0
 
     def __init__(
@@ -309,7 +312,7 @@ class Run:
     def save_if_due(self, step: int, state: Any) -> None:
         """Saves the state after this step: by steps, by minutes, at the end, and for a signal. Returns when the state
         is copied; the time does not count as a step's."""
-        if not self._save_is_due(step):
+        if step + 1 == self._saved_step or not self._save_is_due(step):
             return
         attributes = {
             "skipped_steps": int(self._skipped_steps),
@@ -323,28 +326,36 @@ class Run:
         with self._tracker.paused():
             stall_s = self._checkpoints.save(step + 1, state, attributes, best)
             self._tracker.log_checkpoint(step + 1, stall_s)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), step + 1
 
     def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
         """Logs the validation split's mean loss and the scores of eval_tasks, every eval_interval steps and at the end.
 
         add_batch: a trainer's compiled validation step. A signal drops a validation; with `patience` it waits, so that
-        the run ends where one that was left alone does.
+        the run ends where one that was left alone does. It waits for the last one too, which no later start would make.
         """
-        waits = self._best is not None
-        if not (self.due(step, self._config.eval_interval) or (waits and (step + 1) % self._config.eval_interval == 0)):
+        interval, has_patience = self._config.eval_interval, self._best is not None
+        waits = has_patience or step + 1 == self._total
+        if not (self.due(step, interval) or (has_patience and (step + 1) % interval == 0)):
             return
         with self._tracker.paused():
             zero = jax.device_put(np.float32(0), jax.P())  # placed like results: add_batch is compiled once
             sums: dict[str, tuple[Any, Any]] = {}  # sums of losses and targets, by source
             for index in range(self.validation_data.steps or 0):  # None is only of training data without an end
+                if self._stopping and not has_patience:
+                    self.save_if_due(step, self._state)  # of the last step: whoever stops the run may not wait
                 source = self.validation_data.source_of(index)
+                if not waits and self._is_told_while_waiting(self.validation_data, index):
+                    self._stopping = True
+                    break
                 before, batch = sums.get(source, (zero, zero)), self.validation_data.load(index)
                 sums[source] = add_batch(weights, *before, batch)
                 self._in_flight.add(sums[source][0], most=1)  # a signal waits for these
                 self._stopping |= self._signals.stop()  # which is True only once
                 if self._stopping and not waits:
-                    return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
+                    break
+            if self._stopping and not waits:
+                return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
             losses, targets = np.array([*sums.values(), (0, 0)], np.float64).T
             means = dict(zip(sums, (losses / np.maximum(targets, 1)).tolist()))
             total = losses.sum() / max(targets.sum(), 1)
@@ -368,19 +379,34 @@ class Run:
                 self._owner.require()
             self._profiler.before_step(step + 1)
             self._step_began = time.monotonic()
+            if self._is_told_while_waiting(self.data, step):
+                self._stopping = True
+                if step > self.done_steps:
+                    self.save_if_due(step - 1, self._state)
+                return self._stop_after(step)
             yield step
             if self._is_over():
                 self.say(f"ended after step {step + 1} of {self._total}: {self._best_text()}")
                 break
             if self._stopping and step + 1 < self._total:
-                self._is_stopped = True
-                then = "started again, the run goes on from there"
-                if self._config.checkpoint_interval is None:
-                    then = "nothing was saved, since checkpoint_interval=null"
-                self.say(f"stopped after step {step + 1} of {self._total}; {then}")
-                return
+                return self._stop_after(step + 1)
         self._stop_if_bad()
         self._refuse_if_mostly_skipped(int(self._skipped_steps))
+
+    def _is_told_while_waiting(self, data: Loader, index: int) -> bool:
+        """Waits for a batch, whose store may be down, unless a signal comes. Several hosts wait on: they stop after the
+        same step, which some may have begun."""
+        while not data.is_there(index, POLL_S):
+            if self._signals.is_alone_told():
+                return True
+        return False
+
+    def _stop_after(self, steps: int) -> None:
+        self._is_stopped = True
+        then = "started again, the run goes on from there"
+        if self._config.checkpoint_interval is None:
+            then = "nothing was saved, since checkpoint_interval=null"
+        self.say(f"stopped after step {steps} of {self._total}; {then}")
 
     def _refuse_if_mostly_skipped(self, skipped: int) -> None:
         if 2 * skipped > self._total:
@@ -390,8 +416,8 @@ class Run:
 
     def due(self, step: int, interval: int | None) -> bool:
         """Whether work that comes every `interval` steps, and at the end, is due after this step; None: never. Nothing
-        is due when a signal stops the run, since whoever stops it may not wait long."""
-        if interval is None or self._stopping:
+        is due when a signal stops the run before its end, since whoever stops it may not wait long."""
+        if interval is None or (self._stopping and step + 1 < self._total):
             return False
         return (step + 1) % interval == 0 or step + 1 == self._total
 

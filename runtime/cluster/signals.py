@@ -59,6 +59,10 @@ class StopSignals:
             return multihost_utils.reached_preemption_sync_point(self._asked)
         return self._received is not None
 
+    def is_alone_told(self) -> bool:
+        """Whether this process was told to stop and there is no other, with which it would have to agree on a step."""
+        return not self._several_hosts and self._received is not None
+
     def _watch(self) -> None:
         while number := self._reader.recv(1):
             if number[0] in self._numbers:
@@ -74,4 +78,4 @@ class StopSignals:
         elif not self.training:
             print_note(f"{number.name}: no step is done yet, nothing to save")
             os._exit(STOPPED)
-        print_note(f"{number.name}: saving after the step in flight; a second one exits at once")
+        print_note(f"{number.name}: stopping after the step in flight; a second one exits at once")

@@ -109,37 +109,67 @@ def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path
     assert losses(tmp_path / "run") == losses(whole)[:saved] and saved >= 5
     assert max(line["step"] for line in records(tmp_path / "run") if "validation_loss" in line) == saved - 1
     printed = capfd.readouterr()
-    assert "SIGTERM: saving after the step in flight; a second one exits at once\n" in printed.err
+    assert "SIGTERM: stopping after the step in flight; a second one exits at once\n" in printed.err
     assert f"stopped after step {saved} of 12; started again, the run goes on from there\n" in printed.out
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert start() == 0
     assert losses(tmp_path / "run") == losses(whole)
 
 
-def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch):
-    """SIGTERM stops it after the batch in flight. It is dropped, the state saved, the status 75."""
+@pytest.mark.parametrize("during, steps, status", [("validation", 12, 75), ("validation", 5, 0), ("train", 5, 0)])
+def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch, during, steps, status):
+    """SIGTERM stops it after the batch in flight. It is dropped, the state saved, the status 75. The last one is made
+    whole once the state is saved, also where the signal comes in the last step, and the status is 0."""
     loaded = []
 
     def opened(config, split, sharding):
         loader = open_data(config, split, sharding)
-        if split == "validation":
-            load, loader.steps, loader.source_of = loader.load, 1000, lambda index: ""
+        load, is_validation = loader.load, split == "validation"
 
-            def slow(index):
+        def slow(index):
+            if is_validation:
                 loaded.append(index)
-                if index == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(0.5)
-                return load(0)
+            if split == during and index == (2 if is_validation else 4):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+            return load(0 if is_validation else index)
 
-            loader.load = slow
+        loader.load = slow
+        if is_validation:
+            loader.steps, loader.source_of, loader.is_there = 6, lambda index: "", lambda *_: True
         return loader
 
     monkeypatch.setattr(runtime_run, "open_data", opened)
-    assert start("checkpoint_interval=100", "eval_interval=5") == 75
-    assert loaded == [0, 1, 2] and checkpoints(tmp_path / "run") == [5]
-    assert not [line for line in records(tmp_path / "run") if "validation_loss" in line]
-    assert "the validation after step 5 is dropped: the run was told to stop\n" in capfd.readouterr().out
+    assert start("checkpoint_interval=100", "eval_interval=5", f"training.steps={steps}") == status
+    assert checkpoints(tmp_path / "run") == [5] and loaded == ([0, 1, 2] if status else [*range(6)])
+    after = [
+        name for line in records(tmp_path / "run") for name in ("checkpoint_stall_s", "validation_loss") if name in line
+    ]
+    assert after == (["checkpoint_stall_s"] if status else ["checkpoint_stall_s", "validation_loss"])
+    dropped = "the validation after step 5 is dropped: the run was told to stop\n"
+    assert (dropped in capfd.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize("split, at, interval", [("train", 5, 100), ("train", 5, 5), ("validation", 0, 100)])
+def test_a_signal_while_data_are_waited_for(start, tmp_path, whole, monkeypatch, split, at, interval):
+    """SIGTERM while the data's store is down: the state of the last step is saved, if it is not yet, and the status is
+    75; a validation is dropped."""
+    told = []
+
+    def opened(config, name, sharding):
+        loader = open_data(config, name, sharding)
+
+        def is_there(index, timeout_s):
+            if name == split and index == at and not told:
+                told.append(os.kill(os.getpid(), signal.SIGTERM))
+            return not told
+
+        loader.is_there = is_there
+        return loader
+
+    monkeypatch.setattr(runtime_run, "open_data", opened)
+    assert start(f"checkpoint_interval={interval}", "eval_interval=5") == 75
+    assert checkpoints(tmp_path / "run") == [5] and losses(tmp_path / "run") == losses(whole)[:5]
 
 
 def test_what_a_run_writes_is_its_owner_s_alone(whole):
@@ -191,7 +221,7 @@ def test_a_signal_waits_for_two_seconds_of_steps_or_for_one(step_s, ahead):
 
 
 @pytest.mark.parametrize("state, signals, status, said", [
-    ("training", [signal.SIGTERM, signal.SIGTERM], 143, "SIGTERM: saving after the step in flight; a second"),
+    ("training", [signal.SIGTERM, signal.SIGTERM], 143, "SIGTERM: stopping after the step in flight; a second"),
     ("starting", [signal.SIGINT], 75, "SIGINT: no step is done yet"),
 ])  # fmt: skip
 def test_signals_while_the_process_is_busy(state, signals, status, said):
@@ -451,7 +481,7 @@ def test_a_stop_during_a_validation_that_waits_is_kept(capfd):
     stops = iter([False, True, False, False])
     with jax.set_mesh(make_mesh({"d": 1})):
         run = SimpleNamespace(
-            _best=Best("validation_loss"), _score=None, _stopping=False, due=lambda *_: True,
+            _best=Best("validation_loss"), _score=None, _stopping=False, _total=2, due=lambda *_: True,
             _config=SimpleNamespace(eval_interval=1), _tracker=MagicMock(), _in_flight=MagicMock(),
             validation_data=SimpleNamespace(steps=4, source_of=lambda index: "", load=lambda index: None),
             _signals=SimpleNamespace(stop=lambda: next(stops)),
