@@ -60,6 +60,8 @@ def main(config: Convert) -> None:
         raise RunError(f"to={config.to} is a URL: give a new folder of this machine")
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise RunError(f"to={config.to} is not empty: give a new folder")
+    if config.adapter and config.dtype is not None:
+        raise RunError("dtype is that of published weights: adapters are written in float32. Leave it out")
     with ThreadPoolExecutor(THREADS) as pool:
         source = open_weights(config.from_, pool)
         if source.family is not None and not config.allow_program_change:
@@ -96,7 +98,7 @@ def written_whole(to: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial
-            partial.rename(to)
+            partial.rename(os.path.realpath(to))  # `to` may be a link to an empty folder
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

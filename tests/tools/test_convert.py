@@ -61,7 +61,9 @@ def changed(tmp_path, name="llama", tensors=None, **config):
 @pytest.mark.parametrize("name", ["qwen2", "olmo2"])
 def test_in_and_out_again(name, run, tmp_path):
     """A published folder becomes a checkpoint with the model's keys; what comes out has its tensors bit for bit, and
-    its config.json."""
+    its config.json. The new folder may be a link to an empty one."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").symlink_to("empty")
     run(GOLDEN / name, tmp_path / "in")
     assert (tmp_path / "in/config.yaml").read_text().startswith("family: llama\nmodel:\n  d_model: 16\n")
     run(f"from={tmp_path / 'in'}", f"to={tmp_path / 'out'}")
@@ -69,6 +71,8 @@ def test_in_and_out_again(name, run, tmp_path):
     assert before.keys() == after.keys() and all(before[key].tobytes() == after[key].tobytes() for key in before)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path / "out")]
     assert configs[0] == configs[1]
+    said = run(tmp_path / "in", tmp_path / "no", "adapter=true", "dtype=bfloat16", status=1)
+    assert "adapters are written in float32" in said
 
 
 def test_the_end_of_a_turn_goes_with_the_weights(run, pool, tmp_path):
