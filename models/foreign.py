@@ -56,6 +56,7 @@ GGUF_FIELDS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attention.causal": "is_causal",
     "rope.freq_base": "rope_theta",
 }
 GGUF_NO_EFFECT = {"rope.dimension_count", "attention.value_length", "rope.scaling.original_context_length"}

@@ -85,6 +85,19 @@ def require_tensors(path: str, tensors: dict[str, Tensor], rows: dict[str, dict[
         raise RunError(f"the tensors in {path} are not those of its config.json: {first}{more}")
 
 
+def require_tied(folder: Path, tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> None:
+    """Raises RunError if the first rows of an unembedding that config.json ties are not the embedding's: transformers 5
+    then takes both tables."""
+    embed, head = tensors[rows["embed"][()].name], tensors.get("lm_head.weight")
+    if "unembed" in rows or head is None:
+        return
+    start = slice(min(ROWS, *embed.shape[:1], *head.shape[:1]))
+    same = np.array_equal(embed.read(start).astype(np.float32), head.read(start).astype(np.float32), equal_nan=True)
+    if embed.shape != head.shape or not same:
+        what = f'lm_head.weight is not {rows["embed"][()].name}, which "tie_word_embeddings": true says'
+        raise RunError(f"{folder}: {what}: set that to false, or delete the tensor")
+
+
 def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> LazyArray:
     """A weight, in float32; its chunks are published tensors, or rows of one."""
     leading = [max(numbers) + 1 for numbers in zip(*rows)]
@@ -225,6 +238,8 @@ def open_weights(path: str, pool: Executor) -> Source:
             return described(_published_config(folder), safetensors.read(folder, UNUSED), folder)
         if os.path.exists(folder / "params.json"):
             return importlib.import_module("models.foreign").open_meta(folder)
+        if os.path.exists(folder / "adapter_config.json"):
+            raise RunError(f"{folder} holds adapters: a run takes them with initial_adapter, beside their base")
         if any(folder.glob("*.safetensors")):
             raise RunError(f"{folder} has no config.json, which says what its weights are: give the whole folder")
     checkpoint = open_newest(str(path), pool)
@@ -324,11 +339,14 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     for key in content.keys() - WITHOUT_EFFECT:  # before other sizes are made of it, each of which would be a problem
         if isinstance(content[key], int) and abs(content[key]) > LARGEST_SIZE:
             raise RunError(f"{fields.where}: {key} = {brief(content[key])}: expected at most {LARGEST_SIZE}")
+    if family.KIND == "decoder":
+        fields.require(is_causal=True)  # transformers 5 computes false, which `finish` would pass over
     model = model_of(family, fields)
     fields.finish()
     rows = rows_of(family, model)
     tensors = as_published(tensors, rows)
     require_tensors(str(folder), tensors, rows)
+    require_tied(folder, tensors, rows)
     arrays = {f"weights/{leaf}": array_of(places, tensors) for leaf, places in rows.items()}
     return Source(Checkpoint(str(folder), {}, arrays), family, model, folder, content)
 
@@ -487,8 +505,7 @@ def config_for(source: Source, dtype: str) -> dict[str, Any]:
         if keys := different(family.model_of(Fields(config, "config.json")), source.model):
             what = f"no published architecture computes what {source.checkpoint.path} does"
             raise RunError(f"{what}: {', '.join(f'model.{key}' for key in keys)}")
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {**config, key: dtype}
+    return config | dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, dtype)
 
 
 def values_of(

@@ -97,7 +97,8 @@ def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
             if about.get_dtype() not in CODES.values():
                 if unused is not None and unused.fullmatch(name):
                     continue
-                raise RunError(f"{name} in {file} is {about.get_dtype()}: expected one of {', '.join(CODES.values())}")
+                expected = f"expected one of {', '.join(CODES.values())}, not quantized weights"
+                raise RunError(f"{name} in {file} is {about.get_dtype()}: {expected}")
             if name in tensors:
                 raise RunError(f"{name} is in {file}, and in another file of {folder}: delete what is no part of them")
             tensors[name] = Tensor(tuple(about.get_shape()), functools.partial(_rows, file, about))

@@ -236,7 +236,7 @@ def neighbours(values, heads):
     return rearrange(values, "(H two D) M -> (H D two) M", H=heads, two=2)
 
 
-def small_gguf(path, base=10000.0, **more):
+def small_gguf(path, base=10000.0, is_causal=True, **more):
     """Writes the golden Llama as a GGUF file: w_o quantized, all else plain; its tokenizer; and more tensors."""
     import gguf
 
@@ -253,6 +253,7 @@ def small_gguf(path, base=10000.0, **more):
         writer.add_uint32(f"llama.attention.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("llama.rope.freq_base", base)
+    writer.add_causal_attention(is_causal)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     vocab = tokenizer["model"]["vocab"]

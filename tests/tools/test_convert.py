@@ -217,7 +217,10 @@ REFUSED = {
      "model.layers.0.surprise: belongs to none"),
     "a missing tensor": ({"tensors": {"model.norm.weight": None}}, "model.norm.weight: missing, expected [16]"),
     "another shape": ({"intermediate_size": 32}, "mlp.down_proj.weight: is [16, 24], config.json says [16, 32]"),
-    "another element type": ({"tensors": {"model.norm.weight": np.zeros(16)}}, "model.norm.weight in"),
+    "quantized weights": ({"tensors": {"model.norm.weight": np.zeros(16, np.int8)}},
+     "model.safetensors is I8: expected one of F32, F16, BF16, not quantized weights"),
+    "a table that is not tied": ({"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
+    "attention to what follows": ({"is_causal": False}, "is_causal = False is not what models/ computes"),
     "a field with a meaning": ({"surprise": 3}, "does not compute surprise = 3: delete"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not what models/ computes"),
     "another family": ({"model_type": "mamba"}, "model_type = 'mamba' is none of the families: "),
@@ -251,6 +254,7 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
     for source, to, message in (
         ("nobody/nothing", tmp_path / "new", "no folder nobody/nothing … cannot be downloaded"),
         (GOLDEN / "llama", folder, "is not empty: give a new folder"),
+        (GOLDEN.parent / "peft/llama", tmp_path / "new", "peft/llama holds adapters: a run takes them with initial_"),
     ):
         assert says(message, run(source, to, status=1))
 
@@ -355,6 +359,9 @@ def test_gguf_files_are_read(run, pool, tmp_path):
     small_gguf(tmp_path / "small.gguf")
     source = huggingface.open_weights(tmp_path / "small.gguf", pool)
     assert source.model == published.model
+    small_gguf(tmp_path / "other.gguf", is_causal=False)
+    with pytest.raises(RunError, match="is_causal = False is not what models/ computes"):
+        huggingface.open_weights(tmp_path / "other.gguf", pool)
     same_weights(published, source, pool, but=["weights/transformer/w_o"])
     w_o = [read_leaf(weights.checkpoint, "weights/transformer/w_o", pool) for weights in (published, source)]
     np.testing.assert_allclose(*w_o, atol=np.abs(w_o[0]).max() / 127)
