@@ -231,21 +231,22 @@ def base_and_scaling(config: Fields, rope: dict[str, Any], kinds: Any) -> tuple[
     rope = {'rope_type': rope.get('type', 'default'), **rope}
     inner = Fields(rope, config.where)
     kind = inner.take('rope_type')
-    if kind == 'default':
-        return inner.take('rope_theta'), None
     where = 'rope_scaling' if config.content.get('rope_scaling') else 'rope_parameters'
-    if kind not in kinds:
+    if kind not in ('default', *kinds):
         fix = '. Of rows up to max_position_embeddings it changes nothing: delete it' if kind == 'dynamic' else ''
         config.refuse(where, f'the kinds are {", ".join(kinds)}{fix}')
     base = inner.take('rope_theta')
-    inner.require(type=kind, truncate=True)
-    values = {'factor': inner.take('factor'), 'longest': config.take('max_position_embeddings', 8192)}
-    for ours, key in SCALINGS[kind].items():
-        values |= key.read_in(inner, ours, values)
+    inner.require(type=kind)
+    values: dict[str, Any] = {}
+    if kind != 'default':
+        inner.require(truncate=True)
+        values |= {'factor': inner.take('factor'), 'longest': config.take('max_position_embeddings', 8192)}
+        for ours, key in SCALINGS[kind].items():
+            values |= key.read_in(inner, ours, values)
+        del values['longest']
     if unread := inner.unread():
         config.refuse(where, f'{", ".join(unread)} is not known')
-    del values['longest']
-    return base, RopeScaling(kind=kind, **values)
+    return base, RopeScaling(kind=kind, **values) if values else None
 
 
 def rope_from(config: Fields, before: dict, base: float = 10000.0, kinds: Any = tuple(SCALINGS)) -> dict[str, Any]:
@@ -313,7 +314,7 @@ def windows_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
     """The window of all layers, or as in Qwen of those from max_window_layers on."""
     window = config.take('sliding_window', None)
     window = window if config.take('use_sliding_window', False) else None
-    first = config.take('max_window_layers', 0) if window else 0
+    first = config.take('max_window_layers', 28) if window else 0
     slides = ['sliding_attention' if window and n >= first else 'full_attention' for n in range(before['layers'])]
     if config.take('layer_types', None) not in (None, slides):
         config.refuse('layer_types', 'the window is that of all layers, or of those from max_window_layers on')

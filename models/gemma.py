@@ -141,7 +141,7 @@ def windows_to(model: Model) -> dict[str, Any]:
 def ropes_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
     """The angles of layers that see all, and the base of those with a window, which transformers 5 nests."""
     nested = config.take('rope_parameters', None) or {}
-    if 'full_attention' not in nested:
+    if not nested:
         rope = rope_from(config, before, 1e6, ('linear',))
         return rope | {'rope_local_timescale': config.take('rope_local_base_freq', 10000.0)}
     base, scaling = base_and_scaling(config, nested['full_attention'], ('linear',))

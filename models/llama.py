@@ -105,7 +105,7 @@ CONFIG = ConfigJson(
     Model,
     {
         'llama': Kind('LlamaForCausalLM'),
-        'mistral': Kind('MistralForCausalLM', keys={'window': Key('sliding_window', None)}),
+        'mistral': Kind('MistralForCausalLM', keys={'window': Key('sliding_window', 4096)}),
         'qwen2': Kind('Qwen2ForCausalLM', {'qkv_bias': True}, {'window': QWEN_WINDOW}),
         'qwen3': Kind('Qwen3ForCausalLM', {'qk_norm': 'head'}, {'window': QWEN_WINDOW}),
         'olmo2': Kind(

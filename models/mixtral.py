@@ -4,6 +4,7 @@ Up to the experts it is models/llama.py's layer. Legend as in models/experts.py:
 together. models/layers.py says what a family's file holds.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 
 from jax_extra import save_for_backward
 from models import experts, layers, llama
-from models.config import LLAMA, QWEN_WINDOW, ConfigJson, Key, Keys, Kind
+from models.config import LLAMA, ROPE, ConfigJson, Fields, Key, Keys, Kind, rope_from
 from models.layers import gather_residual, reduce_residual
 from models.weights import Table, exact, matrix
 from runtime.config.keys import Count, Positive, Steps
@@ -88,6 +89,16 @@ def layer(
 
 
 # == config.json =======================================================================================================
+def window_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+    """That of all layers: Qwen3-MoE does not compute max_window_layers."""
+    is_used = config.take('use_sliding_window', False)
+    return {'window': config.take('sliding_window', None) if is_used else None}
+
+
+def window_to(model: Model) -> dict[str, Any]:
+    return {'sliding_window': model.window, 'use_sliding_window': bool(model.window)}
+
+
 IN_EXPERTS = {
     # transformers 5 writes it by the name that Mixtral has
     'experts': Key('num_experts', lambda config, before: config.take('num_local_experts')),
@@ -99,9 +110,13 @@ OF_QWEN = {
         lambda model: {'moe_intermediate_size': model.d_ff, 'intermediate_size': model.d_ff},
     ),
     'norm_eps': Key('rms_norm_eps', 1e-6),
-    'window': QWEN_WINDOW,
+    'window': Keys(window_from, window_to),
 }
-OF_MIXTRAL = {'experts': Key('num_local_experts'), 'window': Key('sliding_window', None)}
+OF_MIXTRAL = {
+    'experts': Key('num_local_experts'),
+    'window': Key('sliding_window', None),
+    'rope': Keys(functools.partial(rope_from, base=1e6), ROPE.write),
+}
 CONFIG = ConfigJson(
     Model,
     {

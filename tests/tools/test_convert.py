@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import small
+import transformers
 from pages import ROOT
 from parts import says
 from published import neighbours, small_gguf
@@ -20,6 +21,7 @@ from reference import random_weights
 from safetensors.numpy import load_file, save_file
 
 from models import foreign, huggingface, layers, llama, safetensors
+from models.config import Fields
 from runtime import program
 from runtime.checkpoints.checkpoint import read_leaf
 from runtime.checkpoints.directory import Checkpoints
@@ -232,6 +234,12 @@ REFUSED = {
     "a part of a scaling": (
      {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0, "mscale": 1.0}},
      "mscale is not known"),
+    "a scaling beside another": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "factor is not known"),
+    "an old scaling beside another": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type = 'yarn' is not what"),
+    "bases of two kinds of layers": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+     "full_attention is not known"),
+    "one base for two kinds of layers": ({"name": "gemma3", "rope_parameters": {"rope_theta": 1.0}},
+     "a field is not what a gemma3_text has: 'full_attention'"),
 }  # fmt: skip
 
 
@@ -293,6 +301,26 @@ def test_old_fields_are_read(run, pool, tmp_path):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
     model = huggingface.open_weights(changed(tmp_path, tensors=buffer, **old), pool).model
     assert (model.rope_max_timescale, model.rope_scaling.kind, model.rope_scaling.factor) == (50.0, "linear", 2.0)
+
+
+@pytest.mark.parametrize("kind", huggingface.families())
+def test_a_field_that_is_absent_has_the_default_of_transformers(kind):
+    """For each field of each kind's class, but for sizes, which the tensors have."""
+    given = {"use_sliding_window": True, "sliding_window": 7} if kind.startswith("qwen") else {}
+    config = transformers.AutoConfig.for_model(kind, **given).to_dict() | given | {"layer_types": None}
+    family, compared = huggingface.family_of(kind, ""), 0
+
+    def read(content):
+        model = as_tree(family.model_of(Fields(content, "config.json")))
+        return {key: value for key, value in model.items() if key not in ("n_kv", "n_q_per_kv", "d_ff")}
+
+    for key in config.keys() - given.keys() - {"model_type"}:
+        with contextlib.suppress(RunError):  # it must be there
+            assert read({name: value for name, value in config.items() if name != key}) == read(config), key
+            compared += 1
+    assert compared > 10
+    if kind == "qwen3_moe":  # which has no such field
+        assert read(config | {"max_window_layers": 1}) == read(config)
 
 
 # -- Files of others ---------------------------------------------------------------------------------------------------
