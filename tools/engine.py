@@ -61,7 +61,9 @@ class Engine(threading.Thread):
     def submit(self, answers: Sequence[Answer]) -> bool:
         """Takes all of the answers or none: False if too many wait already, or the server stops."""
         with self.changed:
-            if self.stopping or self.has_ended or len(self.waiting) + len(answers) > self.most:
+            self._forget_left()
+            room = self.most + self.answers.count(None)  # free rows are taken when the others have drawn a burst
+            if self.stopping or self.has_ended or len(self.waiting) + len(answers) > room:
                 self.counts["refused"] += 1
                 return False
             self.waiting.extend(answers)
@@ -106,15 +108,18 @@ class Engine(threading.Thread):
                 if self.stopping:
                     return None
                 self.changed.wait(IDLE_S)
+            self._forget_left()
             new = {}
             for row in [row for row, answer in enumerate(self.answers) if answer is None]:
-                while self.waiting and self.waiting[0].is_left:
-                    answer = self.waiting.popleft()
-                    answer.put(answer, None)
-                    self.counts["left"] += 1
                 if self.waiting:
                     new[row] = self.answers[row] = self.waiting.popleft()
             return new
+
+    def _forget_left(self) -> None:
+        """Those whose clients have left wait no longer, in place of others."""
+        for answer in [answer for answer in self.waiting if answer.is_left]:
+            self.waiting.remove(answer)
+            self.counts["left"] += 1
 
     def _admit(self, new: Mapping[int, Answer]) -> None:
         names = [field.name for field in fields(Drawing)]  # a request has other fields besides

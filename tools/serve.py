@@ -31,7 +31,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import pydantic
 import pydantic_core
-from annotated_types import Interval, MaxLen, MinLen
+from annotated_types import Interval, MaxLen, MinLen, Predicate
 
 from models.decoding import Drawing, Slots, devices_of_rows
 from runtime.config import command_line
@@ -46,6 +46,9 @@ PAGE = Path(__file__).parent / "chat.html"
 HEADERS = 100  # a request has at most
 OTHERS = 128  # connections besides those whose requests are answered or wait
 Port = Annotated[int, Interval(ge=1, lt=2**16), "a whole number from 1 to 65535"]
+# As browsers send it; they ask for no path.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
+Origin = Annotated[str, Predicate(ORIGIN.fullmatch), "an origin in lower case, such as https://chat.example.com"]
 Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
 
 
@@ -58,11 +61,15 @@ class Serve(OnFewerBytes):
     port: Port = 8000  # its port
     # Clients must send it as a bearer token; null: the environment's CLEARSHARD_API_KEY, since others see arguments.
     api_key: NotEmpty | None = None
-    origins: tuple[NotEmpty, ...] = ()  # other sites whose pages may ask: [https://chat.example.com]
+    origins: tuple[Origin, ...] = ()  # other sites whose pages may ask: [https://chat.example.com]
     rows: Rows = 8  # answers that are written at the same time
     length: Count = 2048  # tokens of a prompt and its answer, at most; never more than the model has positions
     waiting: Count = 64  # answers that wait for a row, at most; more are told to come again
     grace_s: Count = 30  # seconds that answers have to end after SIGTERM
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 # == What clients ask for ==============================================================================================
@@ -86,7 +93,7 @@ class Request(Drawing):
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
-    messages: list[dict] | None = None
+    messages: Annotated[list[dict], MinLen(1)] | None = None
     # null: 256, or what the prompt leaves of the server's length
     tokens: Annotated[Count | None, _MAX_TOKENS] = None  # type: ignore[assignment]
     temperature: NotNegative = 1.0
@@ -110,7 +117,6 @@ class Api:
     def __init__(self, ready: ReadyModel, engine: Engine, config: Serve):
         from starlette import applications, requests, responses
         from starlette.exceptions import HTTPException
-        from starlette.middleware import Middleware
         from starlette.middleware.cors import CORSMiddleware
         from starlette.routing import Route
 
@@ -120,6 +126,7 @@ class Api:
         self.most_bytes = 2**16 + 64 * config.length  # a request's most: more is no prompt of that length
 
         cors: Any = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        self.checked = CORSMiddleware(self.check, **cors) if config.origins else self.check
         self.routed = applications.Starlette(
             routes=[
                 Route("/v1/completions", partial(self.complete, is_chat=False), methods=["POST"]),
@@ -127,11 +134,13 @@ class Api:
                 Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models),
                 Route("/health", self.health), Route("/metrics", self.metrics), Route("/", self.page),
             ],
-            middleware=[Middleware(CORSMiddleware, **cors)] if config.origins else [],
-            exception_handlers={HTTPException: lambda _, error: self.error(error.status_code, error.detail)},
+            exception_handlers={HTTPException: self.unserved},
         )  # fmt: skip
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.checked(scope, receive, send)
+
+    async def check(self, scope: Any, receive: Any, send: Any) -> None:
         refused = self.refusal(self.requests.Request(scope)) if scope["type"] == "http" else None
         await (refused or self.routed)(scope, receive, send)
 
@@ -182,7 +191,7 @@ class Api:
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
         reply = Reply(asked, answers, drawn, head)
         if asked.stream:
-            return self.responses.StreamingResponse(self.events(reply), media_type="text/event-stream")
+            return partial(self.stream, reply)
         return await self.whole(request, reply)
 
     async def asked(self, request: Any) -> Request:
@@ -250,11 +259,17 @@ class Api:
             return self.error(500, str(error))
         finally:
             watching.cancel()
+            reply.close()
         for number, (text, answer) in enumerate(zip(texts, reply.answers)):
             said = {"message": {"role": "assistant", "content": text}} if reply.is_chat else {"text": text}
             logprobs = self.logprobs(reply, answer, 0)
             choices.append({"index": number, "finish_reason": answer.reason, "logprobs": logprobs, **said})
         return self.responses.JSONResponse({**reply.head, "choices": choices, "usage": reply.usage()})
+
+    async def stream(self, reply: "Reply", *asgi: Any) -> None:
+        """Sends the answers as they come, until the client leaves: perhaps while an event waits to be sent."""
+        with contextlib.closing(reply):
+            await self.responses.StreamingResponse(self.events(reply), media_type="text/event-stream")(*asgi)
 
     async def events(self, reply: "Reply") -> AsyncIterator[str]:
         """The answers as server-sent events."""
@@ -296,6 +311,10 @@ class Api:
         """An error that ends the connection, so that nobody reads the rest of the body."""
         return self.responses.JSONResponse(said_of(status, message), status, {"Connection": "close", **headers})
 
+    def unserved(self, _: Any, error: Any) -> Any:
+        """An error of Starlette's: 404, or 405 with the methods that there are."""
+        return self.error(error.status_code, error.detail, error.headers or {})
+
     # ---- about the server
 
     async def models(self, request: Any) -> Any:
@@ -332,6 +351,9 @@ class Reply:
     drawn: asyncio.Queue
     head: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        self.left = set(self.answers)
+
     @property
     def is_chat(self) -> bool:
         return self.asked.messages is not None
@@ -339,21 +361,21 @@ class Reply:
     async def pieces(self) -> AsyncIterator[tuple[int, str, int]]:
         """New pieces of the answers, as they come: the answer's number, text, and how many tokens it had before. Raises
         RunError where one could not be drawn."""
-        left = set(self.answers)
-        try:
-            while left:
-                answer, new = await self.drawn.get()
-                if isinstance(new, str):
-                    raise RunError(new)
-                if answer not in left:  # what was drawn behind a stop
-                    continue
-                before, piece = len(answer.text.ids), answer.text.end() if new is None else answer.text.add(new)
-                if new is None or answer.text.has_ended:
-                    left.remove(answer)
-                yield self.answers.index(answer), piece, before
-        finally:
-            for answer in left:
-                answer.is_left = True
+        while self.left:
+            answer, new = await self.drawn.get()
+            if isinstance(new, str):
+                raise RunError(new)
+            if answer not in self.left:  # what was drawn behind a stop
+                continue
+            before, piece = len(answer.text.ids), answer.text.end() if new is None else answer.text.add(new)
+            if new is None or answer.text.has_ended:
+                self.left.remove(answer)
+            yield self.answers.index(answer), piece, before
+
+    def close(self) -> None:
+        """Nobody reads the answers that are left."""
+        for answer in self.left:
+            answer.is_left = True
 
     def usage(self) -> dict[str, int]:
         """The tokens of all answers; a prompt counts once."""
@@ -411,19 +433,20 @@ def main(config: Serve) -> None:
         if hasattr(ready.source.model, "positions"):
             config = replace(config, length=ready.at_most(config.length))
         slots = Calls(JobSlots(partial(Slots, ready.generator, config.rows, config.length, config.length + 1)))
-        # uvicorn raises it once more at its end, when the other processes must still hear of that.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not is_first():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends it
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # the first process ends it
             return slots.follow(Exception)
         if ready.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
         engine = Engine(slots, mesh, config.rows, config.waiting)
+        server = server_of(Api(ready, engine, config))
+        # Now, and once more when uvicorn, which raises it at its end, has ended: the other processes must hear of that.
+        signal.signal(signal.SIGTERM, server.handle_exit)
         engine.start()
-        where = f"http://{config.host}:{config.port}"
-        print_line(f"{config.model} at {where} ({config.rows} answers at a time); Ctrl-C ends it.")
+        print_line(f"{config.model} at {config.url} ({config.rows} answers at a time); Ctrl-C ends it.")
         try:
-            server_of(Api(ready, engine, config)).run(listeners)
+            server.run(listeners)
         finally:
             engine.stop()
             engine.join()

@@ -1,9 +1,11 @@
 """serve.py over sockets, as strangers reach it: what is bounded, counted rather than timed. An engine that draws 'a's
 stands for the model."""
 
+import asyncio
 import contextlib
 import http.client
 import json
+import signal
 import socket
 import threading
 import time
@@ -15,7 +17,8 @@ import jax
 import numpy as np
 import pytest
 from parts import says
-from several_hosts import wait_until
+from several_hosts import free_port, wait_until
+from uvicorn import Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from models.decoding import Drawn
@@ -267,6 +270,32 @@ def test_a_client_that_does_not_read(running, monkeypatch):
     assert server.ask()[0] == 200
 
 
+def test_a_client_that_leaves_while_an_event_is_sent(running):
+    """The row is free although nobody asked for the next event, here the first one with text."""
+    server, is_sent = running(), asyncio.Event()
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True}).encode()
+    received = iter([{"type": "http.request", "body": body}])
+    path = {"path": "/v1/chat/completions", "root_path": "", "query_string": b""}
+    scope = {"type": "http", "method": "POST", "headers": [(b"host", b"localhost")], **path}
+
+    async def receive():
+        for message in received:
+            return message
+        await is_sent.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            is_sent.set()
+            await asyncio.Event().wait()  # the client does not read
+
+    Slots.may_draw.clear()
+    asyncio.run(server.server.config.app(scope, receive, send))
+    Slots.may_draw.set()
+    wait_until(lambda: server.engine.counts["answered"] or server.engine.counts["left"])
+    assert server.engine.counts["left"] == 1
+
+
 def test_without_the_key_no_body_is_read(running, fed):
     """A gigabyte that is announced: 401 after the headers, and the connection ends. With the key it is answered."""
     server = running(api_key="secret")
@@ -313,6 +342,21 @@ def test_too_many_are_told_to_come_again(running):
         assert server.ask() == (429, serve.said_of(429, "too many wait")) and server.retry_after == "1"
         server.engine.stop()
         assert server.ask() == (503, serve.said_of(503, "the server stops"))
+
+
+@pytest.mark.parametrize("keys, leave", [(dict(rows=4, waiting=1), 0), (dict(rows=1, waiting=2), 2)])
+def test_who_waits(running, keys, leave):
+    """While one is drawn three come: neither those for whom a row is free, nor those who leave, are in others' way."""
+    server, body = running(**keys), b'{"prompt": "a"}'
+    with server.held():
+        clients = []
+        for number in range(3):
+            clients.append(server.connect(head(f"Content-Length: {len(body)}") + body))
+            wait_until(lambda: server.engine.counts["requests"] + server.engine.counts["refused"] == number + 2)  # noqa: B023
+            if number < leave:
+                clients.pop().close()
+                wait_until(lambda: server.engine.waiting[-1].is_left)
+    assert all(client.recv(12) == b"HTTP/1.1 200" for client in clients) and server.engine.counts["left"] == leave
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -383,7 +427,7 @@ def test_pages_from_elsewhere(running, headers, status, keys):
 
 
 def test_an_origin_that_is_named(running):
-    """Its browser may ask, with the key too."""
+    """Its browser may ask, with the key too, and shows its page why it is refused without."""
     server = running(origins=("https://a.com",), api_key="secret")
     client = server.connect(
         b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: https://a.com\r\nConnection: close\r\n"
@@ -391,6 +435,14 @@ def test_an_origin_that_is_named(running):
     )
     said = client.recv(65536).lower()
     assert said.startswith(b"http/1.1 200") and b"access-control-allow-origin: https://a.com" in said
+    said = all_of(server.connect(head("Origin: https://a.com"))).lower()
+    assert said.startswith(b"http/1.1 401") and b"access-control-allow-origin: https://a.com" in said
+
+
+def test_another_method(running):
+    """The answer says which one there is."""
+    said = all_of(running().connect(b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+    assert said.startswith(b"HTTP/1.1 405") and b"\r\nallow: POST\r\n" in said
 
 
 def test_a_row_that_fails_is_alone(running, capfd):
@@ -461,6 +513,9 @@ def test_a_template_that_does_not_end(running, template, said):
     (["api_key="], 'api_key = "": expected text, not empty'),
     (["rows=4097"], "rows = 4097: expected … from 1 to 4096"),
     (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of 2"),
+    (["origins=[https://a.com/]"], 'origins[0] = "https://a.com/": expected an origin'),
+    (["origins=['*']"], 'origins[0] = "*": expected an origin'),
+    (["origins=[https://A.com]"], 'origins[0] = "https://A.com": expected an origin in lower case'),
     (["host=no.such.host.invalid"], "host=no.such.host.invalid port=8000 cannot be listened on: "),
 ])  # fmt: skip
 def test_keys_that_are_refused(called, arguments, message):
@@ -477,3 +532,19 @@ def test_a_port_in_use_and_an_empty_variable(called, monkeypatch):
     monkeypatch.setenv("CLEARSHARD_API_KEY", "")
     _, _, error = called(serve.main, serve.Serve, "nowhere")
     assert says("CLEARSHARD_API_KEY is empty: set it … or unset it", error)
+
+
+def test_a_signal_as_soon_as_it_says_where_it_is(called, cat_run, monkeypatch):
+    """SIGTERM is not lost before uvicorn takes it."""
+    monkeypatch.setattr(serve, "print_line", lambda text: " at http" in text and signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(Server, "main_loop", lambda self: pytest.fail("it goes on"))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert called(serve.main, serve.Serve, cat_run, f"port={free_port()}")[0] == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_its_address():
+    """As a URL has it."""
+    assert serve.Serve(model="a", host="::1").url == "http://[::1]:8000"
