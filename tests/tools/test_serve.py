@@ -210,7 +210,8 @@ def test_the_model_by_its_name(server):
     (b'{"prompt": "a", "stop": ""}', "stop: … at least 1 character, or: … a valid list"),
     (b'{"prompt": "a", "stop": "%0999d"}' % 0, "stop: … at most 256 characters, or: … a valid list"),
     (b'{"prompt": "a", "stop": [%s"a"]}' % (b'"a",' * 16), "stop: … a valid string, or: … at most 16 items"),
-    (b'{"messages": []}', "expected prompt"),
+    (b'{"messages": [{}]}', "expected prompt"),
+    (b'{"messages": []}', "messages: List should have at least 1 item"),
     (b'{"prompt": [999]}', "the ids [999]: expected … from 0 to 256"),
     (b'{"prompt": [-1]}', "the ids [-1]: expected … from 0 to 256"),
     (b'{"prompt": []}', "the ids []: expected one or more"),
@@ -283,8 +284,9 @@ def test_a_model_without_a_tokenizer_is_not_served(called):
 
 def test_the_page_converses_in_a_browser(server, tmp_path):
     """Two messages typed into the page, in Chromium: what it shows grows and is what a client gets of the same chat;
-    of a third, which is too long, it shows the server's reason. The page loads nothing from elsewhere, and fits a
-    narrow window."""
+    of a third, which is too long, it shows the server's reason, and that of an answer that fails on its way. Enter
+    sends no word that is still composed, and stops no answer. The page loads nothing from elsewhere, and fits a narrow
+    window."""
     with browser(tmp_path) as chromium:
         chromium.open(server.url)
         headings = chromium.script("return [document.title, document.querySelector('h1').textContent]")
@@ -311,6 +313,19 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
             assert shown == told.choices[0].message.content
             messages.append({"role": "assistant", "content": shown})
         assert len({*chromium.script("return window.lengths")} - {0, 6, 7, 48}) > 0  # between nothing and all of it
+        chromium.script("""
+            const text = document.querySelector("textarea");
+            const enter = {key: "Enter", bubbles: true, cancelable: true};
+            text.value = "a word that is being composed";
+            text.dispatchEvent(new KeyboardEvent("keydown", {...enter, isComposing: true}));
+            window.ask = window.fetch;
+            window.fetch = async () => new Response('data: {"error": {"message": "it could not be drawn"}}\\n\\n');
+            text.value = "a";
+            for (const _ of "ab") text.dispatchEvent(new KeyboardEvent("keydown", enter));
+        """)
+        assert chromium.wait_for("return document.querySelector('.error')?.textContent") == "it could not be drawn"
+        assert chromium.script("return document.querySelectorAll('.user').length") == 3
+        chromium.script("document.querySelector('.error').remove(); window.fetch = window.ask")
         chromium.look(320, 700, "dark")
         chromium.type("textarea", 250 * "a" + ENTER)
         assert "at most 256 together" in chromium.wait_for("return document.querySelector('.error')?.textContent")
