@@ -35,7 +35,7 @@ from models.layers import stored
 from runtime import program
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
-from runtime.config.keys import PairTokens, Tokens
+from runtime.config.keys import PairTokens
 from runtime.data.split_writer import write_split
 from runtime.run import with_shardings
 from runtime.terminal import RunError
@@ -48,7 +48,7 @@ from tools import plan, plan_step
 
 TRAINING = train_any.Training(
     **dict(seed=0, steps=4, warmup_steps=0, steps_for_lr=4, learning_rate=1e-2, weight_decay=0.1),
-    tokens=Tokens(batch=8, len=24),
+    tokens=PairTokens(batch=8, len=24),
 )
 # Its first moment is the gradient.
 OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
@@ -172,7 +172,7 @@ def test_training_all_weights_is_training_them_with_train_py(mesh):
     """A Llama's weights, moments and metrics after a step of two microbatches in bfloat16 have train.py's bits. Rows
     have one sequence each, since train.py counts positions from the row's start and rounds rotary angles
     accordingly."""
-    training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
+    training = dataclasses.replace(TRAINING, microbatches=2, tokens=PairTokens(batch=16, len=32))
     sizes = {key: value for key, value in vars(small.MODEL).items() if key != "attention"}
     with small.on_mesh(*mesh, "bfloat16"):
         init = jax.jit(train.init_state, static_argnums=0, out_shardings=make_shardings(train.State))
@@ -223,7 +223,7 @@ def test_no_gradient_of_the_base_is_computed(dtype):
     mesh = jax.sharding.AbstractMesh((1,) * 6, tuple("prdcet"))
     found = {}
     for rank in (0, 2):
-        config = config_of(model, training=dataclasses.replace(TRAINING, tokens=Tokens(batch=11, len=13)))
+        config = config_of(model, training=dataclasses.replace(TRAINING, tokens=PairTokens(batch=11, len=13)))
         config.lora = train_any.Lora(rank=rank)
         config.origins = None
         step, _ = train_any.mapped_steps(config, 0)
@@ -239,7 +239,7 @@ def test_no_gradient_of_the_base_is_computed(dtype):
 def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
     """It is so within a tenth on a CPU, where the logits and their copies are most of a step's memory."""
     sizes = dict(d_model=64, n_q_per_kv=1, n_kv=2, d_head=32, layers=1, vocab=49152, d_ff=128, rope_max_timescale=256)
-    training = dataclasses.replace(TRAINING, tokens=Tokens(batch=8, len=64))
+    training = dataclasses.replace(TRAINING, tokens=PairTokens(batch=8, len=64))
     config = config_of(llama.Model(**sizes, compute_dtype="float32"), training=training, lora=train_any.Lora(rank=8))
     config.origins, zero = None, np.uint32(0)
     with on_mesh():

@@ -108,6 +108,7 @@ def test_the_validation_loss_of_each_source(sources):
             _config=SimpleNamespace(eval_interval=1),
             _score=None,
             _best=None,
+            _total=7,
             _stopping=False,
             _signals=SimpleNamespace(stop=lambda: False),
             _tracker=SimpleNamespace(paused=contextlib.nullcontext, log_validation=lambda *given: logged.append(given)),
