@@ -352,7 +352,8 @@ def test_who_waits(running, keys, leave):
         clients = []
         for number in range(3):
             clients.append(server.connect(head(f"Content-Length: {len(body)}") + body))
-            wait_until(lambda: server.engine.counts["requests"] + server.engine.counts["refused"] == number + 2)  # noqa: B023
+            counts, heard = server.engine.counts, number + 2
+            wait_until(lambda: counts["requests"] + counts["refused"] == heard)  # noqa: B023
             if number < leave:
                 clients.pop().close()
                 wait_until(lambda: server.engine.waiting[-1].is_left)
