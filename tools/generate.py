@@ -195,11 +195,12 @@ def main(config: Generate) -> None:
         others = {key for key in settings for _, made in done.values() if made.get(key) != settings[key]}
         if others:
             raise RunError(f"to={file} has texts of another {', '.join(sorted(others))}: give another file")
-        write_all(ready, config, prompts, file, done, settings)
+        goes_on = not is_filled and not any(map(is_chat, inputs))
+        write_all(ready, config, prompts, goes_on, file, done, settings)
 
 
 def write_all(
-    ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None,
+    ready: ReadyModel, config: Generate, prompts: list[list[int]], goes_on: bool, file: Path | None,
     done: Collection[tuple[int, int]], settings: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Writes the texts that are not done, in the order of the prompts. settings: as of `made_with`, for the file."""
@@ -217,7 +218,8 @@ def write_all(
 
     if grows and isinstance(config.prompt, str) and not config.chat and not isinstance(ready.generator, Reader):
         show(config.prompt)
-    texts = write(ready, config, [prompts[number] for number, _ in left], [sample for _, sample in left], show)
+    samples = [sample for _, sample in left]
+    texts = write(ready, config, [prompts[number] for number, _ in left], samples, show, goes_on)
     is_shown = file is not None and is_first()
     bar = progress(texts, total=len(numbered), initial=kept, unit=" texts", disable=not is_shown)
     for text, (number, sample) in zip(bar, left):

@@ -315,10 +315,13 @@ class Text:
 
     Args:
       stop: the text ends before any of these.
+      prompt: the ids of what this text goes on with, if it is no answer.
     """
 
-    def __init__(self, ready: ReadyModel, stop: Sequence[str] = ()):
+    def __init__(self, ready: ReadyModel, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self.ready, self.stop = ready, stop
+        bos = None if ready.tokenizer is None else ready.tokenizer.bos_id
+        self.goes_on = [*prompt] not in ([], [bos]) and ready.generator.start is None
         self.ids: list[int] = []
         self.log_probs: list[float] = []
         self.shown, self.has_ended = "", False
@@ -344,7 +347,10 @@ class Text:
 
     def text(self, ids: Sequence[int]) -> str:
         tokenizer, ends = self.ready.tokenizer, self.ready.generator.ends
-        return "" if tokenizer is None else tokenizer.decode([token for token in ids if token not in ends])
+        ids = [token for token in ids if token not in ends]
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode_behind(ids) if self.goes_on else tokenizer.decode(ids)
 
     def _show(self, text: str) -> str:
         new, self.shown = text[len(self.shown) :], text
@@ -353,12 +359,13 @@ class Text:
 
 def write(
     ready: ReadyModel, config: Writing, prompts: Sequence[list[int]], samples: Sequence[int],
-    show: Callable[[str], None] = lambda new: None,
+    show: Callable[[str], None] = lambda new: None, goes_on: bool = False,
 ) -> Iterator[Text]:  # fmt: skip
-    """Texts after prompts, config.rows at a time; what is new of each is shown. Samples of a prompt differ by seed."""
+    """Texts after prompts, config.rows at a time; what is new of each is shown. Samples of a prompt differ by seed.
+    goes_on: they go on with their prompts, and are no answers."""
     for first in range(0, len(prompts), config.rows):
         rows = slice(first, first + config.rows)
-        texts = [Text(ready, config.stop) for _ in prompts[rows]]
+        texts = [Text(ready, config.stop, prompt if goes_on else ()) for prompt in prompts[rows]]
         if isinstance(ready.generator, Reader):
             fill(ready, texts, prompts[rows], show)
         elif config.beams > 1:

@@ -236,7 +236,7 @@ class Api:
                 raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
             for number in range(asked.n):
                 seed = secrets.randbits(32) if asked.seed is None else (asked.seed + number) % 2**32
-                text = Text(self.ready, self.ready.chat_stops(stop) if is_chat else stop)
+                text = Text(self.ready, self.ready.chat_stops(stop)) if is_chat else Text(self.ready, stop, ids)
                 answers.append(Answer(ids, replace(asked, tokens=tokens, seed=seed), text, put))
         return answers
 
@@ -299,7 +299,7 @@ class Api:
 
     def logprobs(self, reply: "Reply", answer: Answer, since: int) -> dict | None:
         """The log probabilities of an answer's tokens from this one on, if asked for."""
-        tokens = [self.ready.require_tokenizer().decode([token]) for token in answer.text.ids[since:]]
+        tokens = [self.ready.require_tokenizer().decode_behind([token]) for token in answer.text.ids[since:]]
         if reply.asked.logprobs is False or not tokens:
             return None
         values = [max(-9999.0, value) for value in answer.text.log_probs[since:]]  # JSON has no infinity

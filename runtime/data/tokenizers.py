@@ -167,6 +167,10 @@ class Tokenizer:
         with PlainExceptions(f"the tokenizer {self.name} does not decode its ids ({{}})"):
             return self.backend.decode(ids[(ids >= 0) & (ids < self.vocab)].tolist(), skip_special_tokens=False)
 
+    def decode_behind(self, ids: Sequence[int]) -> str:
+        """The text of ids that come behind others: SentencePiece's decoders take the space from a text's beginning."""
+        return self.decode([self.bos_id, *ids])[len(self.decode([self.bos_id])) :]
+
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """A hash of its content, without its name."""

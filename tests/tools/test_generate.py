@@ -22,6 +22,7 @@ from models import layers
 from models.decoding import Drawn
 from models.mesh import Mesh
 from runtime import program
+from runtime.data.tokenizers import Tokenizer
 from shardlib.mesh import make_mesh
 from tools import convert, embed, generate, plan, plan_generate, ready, score
 
@@ -193,6 +194,20 @@ def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     text = ready.Text(model, model.chat_stops(["x"]))
     shown = [text.add(Drawn([byte + 1], [0.0])) for byte in b"on the mat<|im_end|>\n"]
     assert "".join(shown) == "on the mat" and text.has_ended
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_a_text_goes_on_behind_its_prompt(is_newer):
+    """Both of SentencePiece's decoders take the space from a text's beginning: not from that of a continuation."""
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders = tokenizers.decoders
+    words = tokenizers.models.WordLevel({"<s>": 0, "\u2581the": 1, "\u2581cat": 2, "s": 3}, "<s>")
+    backend = tokenizers.Tokenizer(words)
+    spaces = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Metaspace() if is_newer else decoders.Sequence(spaces)
+    tokenizer = Tokenizer(name="words", bos_id=0, json=backend.to_str())
+    model = ready.ReadyModel(SimpleNamespace(ends=[], start=None), None, tokenizer, (0,), (), 32)
+    assert [ready.Text(model, (), prompt).text([2, 3]) for prompt in ([0, 1], [0], ())] == [" cats", "cats", "cats"]
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -72,7 +72,7 @@ class Running:
         self.config = serve.Serve(**{"model": "fake", "rows": 2, "waiting": 4, "length": 64, **keys})
         tokenizer = Tokenizer(name="bytes_utf8", bos_id=0, chat_template=template)
         source = SimpleNamespace(model=SimpleNamespace(vocab=257), folder="fake")
-        model = ready.ReadyModel(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
+        model = ready.ReadyModel(SimpleNamespace(ends=[], start=None), source, tokenizer, (0,), (), 64)
         self.slots, self.clients = Slots(self.config.rows), []
         mesh = make_mesh(vars(Mesh()), devices=jax.devices()[:1])
         self.engine = engine.Engine(Calls(self.slots), mesh, self.config.rows, self.config.waiting)
