@@ -33,13 +33,13 @@ class ReadAhead(Generic[T]):
 
     def is_there(self, index: int, timeout_s: float | None) -> bool:
         """Waits for a result, at most so long (None: for ever)."""
+        began = time.perf_counter()  # before the thread begins
         wanted = range(index, min(index + self._ahead + 1, self._count))
         for other in [known for known in self._futures if known not in wanted]:
             self._futures.pop(other).cancel()
         for new in wanted:
             if new not in self._futures:
                 self._futures[new] = self._pool.submit(self._function, new)
-        began = time.perf_counter()
         try:
             return bool(wait([self._futures[index]], timeout_s).done)
         finally:
