@@ -339,7 +339,7 @@ def first_weights(task: Task, seed: jax.Array) -> Any:
     initial_weights then replace."""
     if not task.lora.rank:
         drawn = task.family.init(task.model, seed)
-        return jax.tree.map(lambda type_, w: w if type_ else None, task.trained, drawn, is_leaf=lambda x: x is None)
+        return jax.tree.map(lambda type_, w: w if type_ else None, task.trained, drawn, is_leaf=is_none)
 
     def draw(place, which):
         shape = place.shape(which, task.lora.rank)
@@ -508,12 +508,20 @@ class Staged:
     def ends(self, trained: Any) -> Any:
         return self.task.family.gather_ends(self.weights(trained), self.training.gradient_reduce_dtype)
 
-    def layers(self, trained: Any) -> Any:
-        """The layers, gathered once a step, 'p/p v n M F/t': 2 bytes for each of the stage's parameters / t are sent
-        and held, and 4 for each in the gradient."""
+    def layers(self, trained: Any) -> tuple[Any, Any]:
+        """The layers' trained weights and their frozen ones, each a tree with None for the others, gathered once a
+        step, 'p/p v n M F/t': 2 bytes for each of the stage's parameters / t are sent and held, and 4 for each in the
+        gradient."""
         gather = functools.partial(self.task.family.gather_layer, reduce_dtype=self.training.gradient_reduce_dtype)
         of_pieces = functools.partial(lax.map, functools.partial(lax.map, gather))
-        return shardops.each('p', of_pieces, self.weights(trained).transformer)
+        gathered = shardops.each('p', of_pieces, self.weights(trained).transformer)
+        table, at_rest = self.task.family.TABLE.layer, self.in_step.frozen.transformer
+        is_frozen = {x: getattr(at_rest, name) is not None for name, w in table.items() for x in w.parts(name)}
+
+        def without(frozen: bool):
+            return replace(gathered, **{name: None for name, is_ in is_frozen.items() if is_ == frozen})
+
+        return without(frozen=True), without(frozen=False)
 
     def embed(self, ends: Any) -> Any:
         """Each device embeds its own rows, 'p/p groups B/b L/c M/t'."""
@@ -533,9 +541,10 @@ class Staged:
         task, training, (frozen, window, numbers) = self.task, self.training, fixed
         batch, rows = pipeline.microbatch(self.all_rows, number)
         dropout, of_adapters = drops_of(task, training, self.step, rows)
-        weights, in_use = (piece,), lambda w: w
         if task.lora.rank:
             weights, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
+        else:
+            weights, in_use = (filled(piece, frozen),), lambda w: w
         stack = weights, window, None if dropout is None else numbers
         _, segment, position = layers.inputs_of(batch, self.special_id)
         how = options_of(training, dropout)
@@ -545,8 +554,9 @@ class Staged:
         loss = loss_of_routers(training, self.parts, routing)
         return (x, shardops.pending('+b +c -> +b +c +t', loss)), routing
 
-    def head(self, ends: Any, shared: Any, y: jax.Array, number: jax.Array) -> jax.Array:
-        (unembed, norms), family, model = shared, self.task.family, self.task.model
+    def head(self, ends: Any, frozen: Any, shared: Any, y: jax.Array, number: jax.Array) -> jax.Array:
+        (trained, norms), family, model = shared, self.task.family, self.task.model
+        unembed = frozen if trained is None else trained
         batch, _ = pipeline.microbatch(self.all_rows, number)
         x = layers.ended(family.final, model, replace(ends, **norms), pipeline.from_last(y))
         cap, along_c = family.mask(model).logits_cap, self.task.along_c
@@ -554,11 +564,12 @@ class Staged:
         return value / self.target_count
 
 
-def of_head(ends: Any) -> Any:
+def of_head(is_trained: bool, ends: Any) -> Any:
     """A stage's part of the unembedding, in float32 so that its gradient adds up in float32 over microbatches; and the
-    other ends, without the embedding."""
+    other ends, without the embedding. An unembedding that is not trained comes apart from them."""
     norms = {name: w for name, w in vars(ends).items() if name not in ('embed', 'unembed') and w is not None}
-    return over_stages(ends.unembed).astype(jnp.float32), norms
+    unembed = over_stages(ends.unembed).astype(jnp.float32)
+    return ((unembed, norms), None) if is_trained else ((None, norms), unembed)
 
 
 def staged_loss_and_gradient(
@@ -574,21 +585,25 @@ def staged_loss_and_gradient(
     all_rows = jax.tree.map(pipeline.all_rows, stage_rows)
     staged = Staged(task, training, special_id, parts, in_step, stage_rows, all_rows, step, target_count, z_loss)
 
+    trained = names(task.in_step.trained)
+    trains_ends = any('/' not in name for name in trained)
+    table = 'unembed' if 'unembed' in trained + names(task.in_step.frozen) else 'embed'
+    trains_unembed = table in trained or 'unembed_bias' in trained
+
     with jax.named_scope('embed'):
         ends, pull_ends = shardops.vjp(staged.ends, in_step.trained)
         stream, pull_stream = shardops.vjp(staged.embed, ends)
-        shared, pull_shared = shardops.vjp(of_head, ends)
+        shared, pull_shared, unembed = shardops.vjp(functools.partial(of_head, trains_unembed), ends, has_aux=True)
     with jax.named_scope('stages'):
         if task.lora.rank:
-            frozen, pieces = staged.layers(in_step.trained), in_step.trained.transformer
+            pieces, (_, frozen) = in_step.trained.transformer, staged.layers(in_step.trained)
         else:
-            frozen, (pieces, pull_layers) = None, shardops.vjp(staged.layers, in_step.trained)
+            pieces, pull_layers, frozen = shardops.vjp(staged.layers, in_step.trained, has_aux=True)
         of_layers = family.mask(model).by_layer(), jnp.arange(model.layers, dtype=jnp.uint32)
         fixed = frozen, *jax.tree.map(functools.partial(pipeline.dealt_out, 'layers', v), of_layers)
-    trains_ends = any('/' not in name for name in names(task.in_step.trained))
 
     def head(trained_ends, y, number):
-        return staged.head(ends, trained_ends or shared, y, number)
+        return staged.head(ends, unembed, trained_ends or shared, y, number)
 
     seen = no_routing('p/p v n', getattr(model, 'experts', 0), v=v, n=model.layers // (p * v))
     arguments = pieces, fixed, shared if trains_ends else (), stream, seen, backward
@@ -616,6 +631,11 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
+def filled(trained: Any, frozen: Any) -> Any:
+    """The trained weights, and the frozen ones where they are None."""
+    return jax.tree.map(lambda w, other: other if w is None else w, trained, frozen, is_leaf=is_none)
+
+
 def numbered(task: Task, trained: Any) -> Any:
     """The layers' adapters with the layers' numbers; a decoder's numbers go on where its encoder's end."""
     numbers = functools.partial(jnp.arange, dtype=jnp.uint32)
@@ -628,9 +648,7 @@ def numbered(task: Task, trained: Any) -> Any:
 def whole(task: Task, weights: Tuned) -> Any:
     """The model's weights with the adapters' products added; of global arrays, outside of the mapped step."""
     if not task.lora.rank:
-        return jax.tree.map(
-            lambda w, other: other if w is None else w, weights.trained, weights.frozen, is_leaf=is_none
-        )
+        return filled(weights.trained, weights.frozen)
     merged = weights.frozen
     for place in task.places:
         pair, stack = getattr(getattr(weights.trained, place.stack), place.name), getattr(merged, place.stack)

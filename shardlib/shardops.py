@@ -911,9 +911,10 @@ def each(axis: str, function, *trees):
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
-def vjp(function, *args):
+def vjp(function, *args, has_aux: bool = False):
     """`jax.vjp`: the result, and a function from its cotangent to the arguments' gradients. Each has the type of its
-    value with same and pending exchanged: for 'B/d M' on axes d, t it is 'B/d M +t'.
+    value with same and pending exchanged: for 'B/d M' on axes d, t it is 'B/d M +t'. has_aux: the function returns
+    something else after its result, which has no gradient and comes third.
 
         y, pull = shardops.vjp(stage, w, x)
         gradient_of_w, gradient_of_x = pull(gradient_of_y)
@@ -921,10 +922,10 @@ def vjp(function, *args):
     Raises:
       ShardingError: in the check, for a cotangent of another type.
     """
-    return _vjp("vjp", function, args)
+    return _vjp("vjp", function, args, has_aux)
 
 
-def _vjp(name, function, args, has_aux=False):
+def _vjp(name, function, args, has_aux):
     if marks.marking() is None:
         return jax.vjp(function, *args, has_aux=has_aux)
     result, *aux = function(*args) if has_aux else (function(*args),)

@@ -4,6 +4,7 @@ ledger says; with one device along all but d and t what train.py does, bit for b
 import dataclasses
 import functools
 import math
+import re
 import tarfile
 import types
 
@@ -47,10 +48,10 @@ def mesh_of(text):
     return train_any.Mesh(**{word[0]: int(word[1:]) for word in text.split()})
 
 
-def config_of(model, mesh, training=TRAINING, way='auto'):
+def config_of(model, mesh, training=TRAINING, way='auto', train=None):
     lora = train_any.Lora()
     return types.SimpleNamespace(
-        mesh=mesh, model=model, training=training, lora=lora, train=None, context=way, fp8=False
+        mesh=mesh, model=model, training=training, lora=lora, train=train, context=way, fp8=False
     )
 
 
@@ -100,8 +101,12 @@ def stepped(config, tree, batch=BATCH, steps=1, module=train_any):
     step.checked = False
     with on(config.mesh):
         weights = family.Weights(**{**tree, 'transformer': family.Layer(**tree['transformer'])})
-        zeros = jax.tree.map(np.zeros_like, weights)
-        state = State(module.Tuned(weights, jax.tree.map(lambda _: None, weights)), zeros, zeros)
+        trained, frozen = (
+            jax.tree.map(lambda type_, w: type_ and w, types, weights, is_leaf=module.is_none)
+            for types in (task.in_step.trained, task.in_step.frozen)
+        )
+        zeros = jax.tree.map(np.zeros_like, trained)
+        state = State(module.Tuned(trained, frozen), zeros, zeros)
         state = jax.device_put(state, make_shardings(task.State))
         arrays = batch.targets.astype(np.uint32), batch.is_seq_start, batch.is_target
         placed = task.Batch(*arrays, batch.is_target.astype(np.float32))
@@ -128,9 +133,9 @@ def truth_of(model):
     return reference.loss_and_grad(weights_of(model), BATCH, plain)
 
 
-def require_truth(model, mesh, training=TRAINING, way='auto', module=train_any):
+def require_truth(model, mesh, training=TRAINING, way='auto', module=train_any, train=None):
     is_mixture, mesh = isinstance(model, mixtral.Model), mesh_of(mesh)
-    state, (metrics,) = stepped(config_of(model, mesh, training, way), weights_of(model), module=module)
+    state, (metrics,) = stepped(config_of(model, mesh, training, way, train), weights_of(model), module=module)
     loss, expected = truth_of(model)
     if is_mixture:
         of_routers = TRAINING.balance_loss * metrics.balance_loss + TRAINING.router_z_loss * metrics.router_z_loss
@@ -141,7 +146,10 @@ def require_truth(model, mesh, training=TRAINING, way='auto', module=train_any):
     far = {}
     for path, true in jax.tree_util.tree_leaves_with_path(expected):
         ours = functools.reduce(lambda tree, key: getattr(tree, key.key), path, state.adam_mu)
-        far[path[-1].key] = float(np.linalg.norm(ours - true) / np.linalg.norm(true))
+        name = '/'.join(part.key for part in path)
+        assert (ours is not None) == bool(re.fullmatch(train or '.*', name)), f'{name} is trained, or is not'
+        if ours is not None:
+            far[name] = float(np.linalg.norm(ours - true) / np.linalg.norm(true))
     far = {name: distance for name, distance in far.items() if not distance <= 1e-5}
     assert not far, 'the gradient is another'
 
@@ -177,6 +185,16 @@ def test_loss_and_gradient_equal_the_reference(model, mesh, training, way):
     """The float32 loss is within 2e-6 of float64's, each leaf of the gradient within 1e-5 of its norm, and XLA's
     program sends what the ledger says."""
     require_truth(model, mesh, training, way)
+
+
+@pytest.mark.usefixtures('proved_elsewhere')
+@pytest.mark.parametrize('train', ['transformer/w_q|.*norm', *small.slow('embed', 'transformer/w_(o|up)')])
+def test_stages_compute_the_gradients_of_what_is_trained(train):
+    """They equal the reference's, and no product is for another weight: with one stage there are as many."""
+    require_truth(DEEP, 'p2 t2', with_parts(4, pieces=2), train=train)
+    meshes = (mesh_of('p2 t2'), with_parts(4, pieces=2)), (mesh_of('t2'), with_parts(4))
+    ours, theirs = (ledger_of(config_of(DEEP, *mesh, train=train)) for mesh in meshes)
+    assert ours.model_flops == pytest.approx(theirs.model_flops, rel=1e-12)
 
 
 @pytest.mark.slow
