@@ -7,7 +7,7 @@
 #   launch/tpu.sh delete
 #
 # Change: the five lines below. num_hosts is the slice's number of hosts, mesh.d × mesh.t its number of devices (a
-# v5litepod-16 has 4 hosts and 16 devices). `train` starts again what stopped and saved, or lost a host.
+# v5litepod-16 has 4 hosts and 16 devices). `train` starts again what a signal stopped, or what lost a host.
 set -euo pipefail
 NAME=${NAME:-clearshard}
 ZONE=${ZONE:-us-west4-a}

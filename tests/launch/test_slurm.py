@@ -133,7 +133,7 @@ def test_sbatch_is_queued_again(slurm, mixture, tmp_path):
     hosts.wait_until(lambda: f"going on after step {resumed} of 80" in log.read_text())
     hosts.wait_for_step(folder, resumed + 3)
     ask(env, "scancel", "--signal=TERM", job)  # which is what --signal=TERM@120 sends
-    queued_again("stopped and saved: queued again")
+    queued_again("stopped by a signal: queued again")
     hosts.wait_until(lambda: state() in ("", "COMPLETED"), limit_s=300)
     alone = hosts.start_two([*mixture, *long, *hosts.where(tmp_path / "alone")], slurm, output=tmp_path / "alone_log")
     assert [process.wait(400) for process in alone] == [0, 0]
