@@ -30,9 +30,11 @@ WITHOUT_EFFECT = {
     'summary_type', 'summary_use_proj', 'task_specific_params', 'tokenizer_class',
     '_name_or_path', 'unsloth_version', 'unsloth_fixed', 'rope_interleaved', 'is_llama_config',
     'transformers.js_config', 'classifier_dropout', 'dropout_rate',
-    'initializer_factor', 'n_positions', 'output_past', 'decoder_start_token_id',
-    'attention_probs_dropout_prob', 'hidden_dropout_prob',
-    'output_router_logits', 'router_aux_loss_coef',
+    'initializer_factor', 'n_positions', 'output_past', 'decoder_start_token_id', 'max_length', '_flash_attn_2_enabled',
+    'attention_probs_dropout_prob', 'hidden_dropout_prob', 'directionality', '_num_labels', 'id2label', 'label2id',
+    'output_router_logits', 'router_aux_loss_coef', 'sliding_window_size', '_attn_implementation',
+    'pooler_fc_size', 'pooler_num_attention_heads', 'pooler_num_fc_layers', 'pooler_size_per_head', 'pooler_type',
+    '_attn_implementation_autoset',
 }  # fmt: skip
 # Settings that are not part of the model: where weights come from and where they go they may differ.
 SETTINGS = ('compute_dtype', 'attention', 'capacity', 'capacity_parts')

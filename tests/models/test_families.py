@@ -32,7 +32,7 @@ from published import (
 )
 from safetensors.numpy import load_file
 
-from models import bert, gemma, gpt2, gptj, huggingface, layers, mixtral, safetensors, t5
+from models import bert, gemma, gpt2, gptj, huggingface, layers, llama, mixtral, safetensors, t5
 from models.context import ALONE
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
@@ -122,6 +122,8 @@ EXPECTED = [
     ("gemma 2 27B", gemma, {"window": 4096, "global_every": 2, "qk_norm": "none", "rope_local_timescale": None}),
     ("gemma 3, scaled", gemma, {"rope_max_timescale": 1000000, "rope_local_timescale": 10000, "window": 512}),
     ("gemma 3, scaled", gemma, {"rope_scaling": layers.RopeScaling(kind="linear", factor=8.0), "global_every": 6}),
+    ("llama 2 7B", llama, {"n_q_per_kv": 1, "d_head": 128, "tied": False}),
+    ("distilgpt2", gpt2, {"layers": 6, "d_head": 64, "positions": 1024}),
     ("gpt2", gpt2, {"d_head": 64, "d_ff": 3072, "positions": 1024, "activation": "gelu_tanh"}),
     ("opt 125M", gpt2, {"d_ff": 3072, "positions": 2050, "first_position": 2, "activation": "relu"}),
     ("gpt-j 6B", gptj, {"d_head": 256, "d_ff": 16384, "d_rotary": 64}),
@@ -135,6 +137,7 @@ EXPECTED = [
     ("t5 small", t5, {"encoder_layers": 6, "layers": 6, "max_distance": 128, "gated": False, "tied": True}),
     ("flan-t5 base", t5, {"encoder_layers": 12, "layers": 12, "gated": True, "tied": False}),
     ("bert base", bert, {"d_head": 64, "positions": 512, "kinds": 2, "norm_eps": 1e-12}),
+    ("bert multilingual", bert, {"vocab": 119547, "norm_eps": 1e-12}),
 ]  # fmt: skip
 
 
