@@ -183,10 +183,13 @@ def kept(config: Any) -> list[dict[str, str]]:
 
 def choose(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys, count: int) -> Choice:
     """A mesh with the fewest microbatches that fit, looked for from `count` on; the most where none do. A pipeline has
-    as many as there can be, since fewer of its ticks are idle then. Raises RunError where the mesh cannot be."""
+    as many as there can be, since fewer of its ticks are idle then. A number on the command line is the only one.
+    Raises RunError where the mesh cannot be."""
     with_count = lambda count: counted(config, machine, mesh, {**keys, "microbatches": count})  # noqa: E731
     possible, batch = functools.partial(is_possible, config, mesh), config.training.tokens.batch
     counts = [n for n in range(1, batch + 1) if batch % n == 0]
+    if config.origins.of("training.microbatches") == "command line":
+        return with_count(config.training.microbatches)
     if mesh.get("p", 1) > 1:
         return with_count(next(filter(possible, reversed(counts)), 1))
     fewer, more = [n for n in reversed(counts) if n <= count], [n for n in counts if n > count]

@@ -250,11 +250,15 @@ def test_the_search_finds_the_best(monkeypatch):
     assert all(choice.keys["microbatches"] == max(1, 2 * choice.mesh["r"]) for choice in found if choice.fits)
 
 
-@pytest.mark.parametrize("mesh, begun, count", [({"d": 32}, 1, 3), ({"d": 32}, 96, 3), ({"p": 2, "d": 2}, 1, 48)])
-def test_microbatches_are_any_part_of_the_batch(monkeypatch, mesh, begun, count):
+@pytest.mark.parametrize(
+    "mesh, begun, count, given",
+    [({"d": 32}, 1, 3, []), ({"d": 32}, 96, 3, []), ({"p": 2, "d": 2}, 1, 48, []),
+     ({"d": 32}, 1, 1, ["training.microbatches=1"]), ({"p": 2}, 1, 6, ["training.microbatches=6"])],
+)  # fmt: skip
+def test_microbatches_are_any_part_of_the_batch(monkeypatch, mesh, begun, count, given):
     """Of 96 rows on 32 devices, 3 microbatches are the fewest that fit where one does not, and on two stages 48 the
-    most."""
-    config = scaled("hardware=h200", "training.tokens.batch=96")
+    most; a number on the command line is the only one."""
+    config = scaled("hardware=h200", "training.tokens.batch=96", *given)
 
     def counted(config, machine, mesh, keys):
         return types.SimpleNamespace(keys=keys, fits=keys["microbatches"] > 1)
