@@ -94,7 +94,7 @@ class Request(Drawing):
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
     messages: Annotated[list[dict], MinLen(1)] | None = None
-    # null: 256, or what the prompt leaves of the server's length
+    # null: what the prompt leaves of the server's length, in /v1/completions at most 256
     tokens: Annotated[Count | None, _MAX_TOKENS] = None  # type: ignore[assignment]
     temperature: NotNegative = 1.0
     # null: a new seed for each request; the second of n answers has the next one
@@ -230,7 +230,8 @@ class Api:
         stop, answers = [asked.stop] if isinstance(asked.stop, str) else asked.stop, []
         for prompt in [[*map(with_text, asked.messages or ())]] if is_chat else prompts:
             ids = self.ready.ids_of(prompt)
-            tokens = asked.tokens or max(min(256, self.config.length - len(ids)), 1)
+            left = max(self.config.length - len(ids), 1)
+            tokens = asked.tokens or (left if is_chat else min(left, 256))
             if len(ids) + tokens > self.config.length:
                 most = f"at most {self.config.length} together"
                 raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")

@@ -59,7 +59,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(cat_run):
-    server = Server(cat_run, "rows=4", "length=256", "waiting=6")
+    server = Server(cat_run, "rows=4", "length=300", "waiting=6")
     yield server
     server.stop()
 
@@ -108,6 +108,14 @@ def test_parameters_without_effect(server):
         given = create(max_completion_tokens=8, **more)
         assert given.choices == expected.choices and given.usage.completion_tokens == 8
     assert create(max_tokens=8, max_completion_tokens=8).choices == expected.choices
+
+
+def test_without_a_number_of_tokens(server):
+    """A chat's answer goes on up to the server's length, another text has at most 256 tokens."""
+    text = server.complete(prompt="the cat sat", temperature=0)
+    chat = server.chat(messages=[{"role": "user", "content": "the cat"}], temperature=0)
+    assert {text.choices[0].finish_reason, chat.choices[0].finish_reason} == {"length"}
+    assert text.usage.completion_tokens == 256 and chat.usage.total_tokens == 300
 
 
 def texts_of(completion):
@@ -216,10 +224,10 @@ def test_the_model_by_its_name(server):
     (b'{"prompt": [-1]}', "the ids [-1]: expected … from 0 to 256"),
     (b'{"prompt": []}', "the ids []: expected one or more"),
     (b'{"prompt": "a", "n": 7}', "7 answers: at most 6 at once"),
-    (b'{"prompt": "a", "max_tokens": 255}', "2 tokens and max_tokens=255: at most 256"),
+    (b'{"prompt": "a", "max_tokens": 299}', "2 tokens and max_tokens=299: at most 300"),
     (b'{"prompt": "a", "max_tokens": 2, "max_completion_tokens": 3}',
      "max_tokens and max_completion_tokens differ: expected one of them"),
-    (b" " * 2**20, "a request has at most 81,920 bytes"),
+    (b" " * 2**20, "a request has at most 84,736 bytes"),
 ])  # fmt: skip
 def test_what_is_refused(server, body, message):
     """Status 400 and what was wrong, in the form that clients expect."""
@@ -313,6 +321,12 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
             assert shown == told.choices[0].message.content
             messages.append({"role": "assistant", "content": shown})
         assert len({*chromium.script("return window.lengths")} - {0, 6, 7, 48}) > 0  # between nothing and all of it
+        cut = chromium.script("""
+            const errors = [...document.querySelectorAll(".error")];
+            errors.forEach(error => error.remove());
+            return errors.map(error => error.textContent);
+        """)
+        assert cut == 2 * ["Cut: conversation and answer have the server's length."]
         chromium.script("""
             const text = document.querySelector("textarea");
             const enter = {key: "Enter", bubbles: true, cancelable: true};
@@ -327,8 +341,8 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
         assert chromium.script("return document.querySelectorAll('.user').length") == 3
         chromium.script("document.querySelector('.error').remove(); window.fetch = window.ask")
         chromium.look(320, 700, "dark")
-        chromium.type("textarea", 250 * "a" + ENTER)
-        assert "at most 256 together" in chromium.wait_for("return document.querySelector('.error')?.textContent")
+        chromium.type("textarea", 294 * "a" + ENTER)
+        assert "at most 300 together" in chromium.wait_for("return document.querySelector('.error')?.textContent")
         places = [f"document.querySelector('{selector}').getBoundingClientRect()" for selector in (".error", "form")]
         assert chromium.script(f"return {places[0]}.bottom <= {places[1]}.top"), "the form hides the error"
         loaded = chromium.script("return performance.getEntriesByType('resource').map(each => new URL(each.name).host)")
