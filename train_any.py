@@ -897,7 +897,13 @@ def reader(config: Config, task: Task) -> Callable | None:
     read = adapters.read_peft(Path(config.initial_adapter).expanduser(), named, task.lora.rank, task.lora.alpha)
 
     def read_adapters(source, model, like, pool):
-        read_all = adapters.tree(task.family, task.places, read)
+        # PEFT's are beside the published base, whose logits may have another scale than this model's.
+        factors = huggingface.to_published(replace(source, model=model))
+
+        def scaled(place, which):
+            return read(place, which) / np.float32(factors.get(f'weights/{place.path}', 1.0) if which == 'b' else 1.0)
+
+        read_all = adapters.tree(task.family, task.places, scaled)
         return jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), read_all, like)
 
     return read_adapters

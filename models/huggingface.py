@@ -283,9 +283,8 @@ def with_base(source: Source, pool: Executor) -> Source:
     scale = lora["alpha"] / lora["rank"] if lora["rank"] else 0.0
     shapes = jax.eval_shape(functools.partial(source.family.init, source.model), np.uint32(0))
     trained = adapters.saved_in(saved, adapters.places(source.family, shapes), pool)
-    arrays = weights_in(base.checkpoint) | {
-        name: array for name, array in saved.arrays.items() if name in base.checkpoint.arrays
-    }
+    frozen = scaled(weights_in(base.checkpoint), rescaled(base, getattr(source.model, "logits_scale", 1.0)))
+    arrays = frozen | {name: array for name, array in saved.arrays.items() if name in frozen}
     arrays = adapters.merged(arrays, trained, scale)
     return dataclasses.replace(source, checkpoint=dataclasses.replace(saved, arrays=arrays), adapters=trained)
 
@@ -462,8 +461,7 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
     if family is None:
         raise RunError(f"{source.checkpoint.path} is of no family in models/: write one (docs/recipes/family.md)")
     config = config_for(source, dtype) | (fields or {})
-    target = family.model_of(Fields(config, "config.json"))
-    arrays = scaled(source.checkpoint.arrays, rescaled(source, getattr(target, "logits_scale", 1.0)))
+    arrays = scaled(source.checkpoint.arrays, to_published(source))
     checkpoint = dataclasses.replace(source.checkpoint, arrays=arrays)
     rows = rows_of(family, model)
     if others := sorted({f"weights/{leaf}" for leaf in rows} ^ weights_in(checkpoint).keys()):
@@ -485,8 +483,7 @@ def export_adapters(source: Source, folder: Path) -> None:
     """Writes the adapters of a run as PEFT's two files, for the published base. Raises RunError if it has none."""
     if not source.adapters:
         raise RunError(f"adapter=true: {source.checkpoint.path} has no adapters, it is no run with lora.rank")
-    target = source.family.model_of(Fields(config_for(source, "float32"), "config.json"))
-    factors = rescaled(source, getattr(target, "logits_scale", 1.0))
+    factors = to_published(source)
     pairs = {
         place.path: (a, b * np.float32(factors.get(f"weights/{place.path}", 1.0))) for place, a, b in source.adapters
     }
@@ -495,6 +492,12 @@ def export_adapters(source: Source, folder: Path) -> None:
     about = {**config["lora"], "base": config["initial_weights"]}
     about["task"] = {"both": "SEQ_2_SEQ_LM", "decoder": "CAUSAL_LM"}.get(source.family.KIND)  # null for an encoder
     adapters.write_peft(folder, names, lambda place, which: pairs[place.path]["ab".index(which)], about)
+
+
+def to_published(source: Source) -> dict[str, float]:
+    """Factors of weights, by name, for the model that an export's config.json describes."""
+    target = source.family.model_of(Fields(config_for(source, "float32"), "config.json"))
+    return rescaled(source, getattr(target, "logits_scale", 1.0))
 
 
 def config_for(source: Source, dtype: str) -> dict[str, Any]:

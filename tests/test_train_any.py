@@ -421,15 +421,25 @@ def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    model = dataclasses.replace(base.model, compute_dtype="float32")
     lora = train_any.Lora(rank=2, alpha=6.0, targets="w_[qvo]")
-    config = config_of(model, lora=lora, initial_adapter=str(tmp_path / "adapter"))
-    task = train_any.task_of(config)
-    with on_mesh(1, 1):
-        like = train_any.with_shardings(train_any.shapes(config)[0].weights.trained, task.trained)
-        read = train_any.reader(config, task)(None, None, like, pool)
-    for names, leaf in named_leaves(read):
-        assert np.asarray(leaf).tobytes() == arrays[f"weights/{names[0]}"].tobytes()
+    for factor in (1.0, 2.0):  # of the scale of the logits, which a run with weights of its own has in w_q
+        model = dataclasses.replace(base.model, compute_dtype="float32", logits_scale=factor * base.model.logits_scale)
+        config = config_of(model, lora=lora, initial_adapter=str(tmp_path / "adapter"))
+        task = train_any.task_of(config)
+        with on_mesh(1, 1):
+            like = train_any.with_shardings(train_any.shapes(config)[0].weights.trained, task.trained)
+            read = train_any.reader(config, task)(base, model, like, pool)
+        for names, leaf in named_leaves(read):
+            expected = arrays[f"weights/{names[0]}"] / (factor if names[0] == "transformer/w_q/b" else 1)
+            assert np.asarray(leaf).tobytes() == expected.tobytes(), names
+        saved = dataclasses.replace(merged, model=model, checkpoint=open_newest(str(lora_run), pool))
+        of_run, of_base = (
+            read_leaf(source.checkpoint, "weights/transformer/w_q", pool)
+            for source in (huggingface.with_base(saved, pool), base)
+        )
+        change = [arrays[f"weights/transformer/w_q/{which}"] for which in "ab"]
+        change = 3 * np.einsum("lmr,lrqkd->lmqkd", *change)
+        np.testing.assert_allclose(of_run, of_base / factor + change, rtol=1e-6, atol=1e-7)
 
 
 OF_PEFT = {
