@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from ledger.pages.table import columns
@@ -93,7 +94,7 @@ def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
             print_line(f"  {key}: {json.dumps(value)}")
     rows, values, size = [("leaf", "dtype", "shape", "size", "norm", "")], 0, 0
     for name in sorted(checkpoint.arrays):
-        leaf = read_leaf(checkpoint, name, pool)
+        leaf = values_of(checkpoint, name, pool)
         values, size = values + leaf.size, size + leaf.nbytes
         not_finite = leaf.size - int(np.isfinite(leaf).sum())
         note = f"{not_finite} not finite" if not_finite else ""
@@ -119,7 +120,7 @@ def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoo
     """Says how a leaf differs; empty if the leaves are bitwise equal."""
     if name not in first.arrays or name not in second.arrays:
         return f"only in the {'first' if name in first.arrays else 'second'}"
-    a, b = read_leaf(first, name, pool), read_leaf(second, name, pool)
+    a, b = values_of(first, name, pool), values_of(second, name, pool)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype}{[*a.shape]} -> {b.dtype}{[*b.shape]}"
     bits = f"V{a.dtype.itemsize}"
@@ -129,6 +130,12 @@ def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoo
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
     return f"{count:,} of {a.size:,} values, by {largest:.3g} at most"
+
+
+def values_of(checkpoint: Checkpoint, name: str, pool: ThreadPoolExecutor) -> np.ndarray:
+    """A leaf; a moment in bfloat16, whose bits it has as uint16, in that type."""
+    leaf = read_leaf(checkpoint, name, pool)
+    return leaf.view(jnp.bfloat16) if leaf.dtype == np.uint16 else leaf
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:

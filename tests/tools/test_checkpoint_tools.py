@@ -73,8 +73,8 @@ def test_what_is_refused(run, saved, tmp_path):
 
 
 def test_inspect_one(run, saved):
-    """It prints path, attributes, and each leaf's type, shape, size and norm; values that are not finite are
-    counted."""
+    """It prints path, attributes, and each leaf's type, shape, size and norm, of a moment in bfloat16 too; values that
+    are not finite are counted."""
     lines, _ = run("show", saved)
     assert lines[:5] == [
         f"checkpoint {saved}/0000000020", "  skipped_steps: 0", "  config.mesh.d: 8", "  config.steps: 10", "  seed: 1",
@@ -91,6 +91,11 @@ def test_inspect_one(run, saved):
     state.weights.transformer.w_q[0, 0, :3] = np.nan
     save(saved, 30, state)
     assert any(line.endswith("nan  3 not finite") for line in run("show", saved)[0])
+    for step, moment in (40, [3.0, -4.0]), (50, [3.0, -4.5]):
+        bits = jnp.array(moment, jnp.bfloat16).view(jnp.uint16)
+        open_checkpoints(saved).save(step, {"adam_mu": bits}, {"config": {}})
+    assert run("show", saved / "0000000040")[0][-2].split() == ["adam_mu", "bfloat16", "[2]", "4", "B", "5"]
+    assert run("diff", saved / "0000000040", saved)[0][3] == "adam_mu  1 of 2 values, by 0.5 at most"
 
 
 def test_names_and_passwords_of_others(run, saved):
