@@ -181,6 +181,8 @@ def resolved(config: Config) -> Config:
         raise RunError('train and lora.rank: expected one of them, since with adapters all weights are frozen')
     if config.initial_adapter and not config.lora.rank:
         raise RunError('initial_adapter: set lora.rank and lora.alpha to those of its adapter_config.json')
+    if not config.lora.rank and config.lora != Lora():
+        raise RunError('lora.rank = 0: without adapters all weights are trained: set it, or leave the rest of lora out')
     if config.training.optimizer == 'muon' and config.lora.rank:
         raise RunError('training.optimizer = muon: it is for the matrices of layers; of adapters set it to adamw')
     if config.initial_weights is None and (config.lora.rank or config.train is not None):
@@ -190,6 +192,8 @@ def resolved(config: Config) -> Config:
     model = model_of(config)
     if config.fp8 and getattr(model, 'experts', 0):
         raise RunError('fp8 = true: experts have no 8-bit form: set it to false')
+    if not getattr(model, 'experts', 0) and (config.training.balance_loss or config.training.router_z_loss):
+        raise RunError('training.balance_loss, training.router_z_loss: only mixtures have routers: leave them out')
     check_encoder(config, family_of(model).KIND, model)
     check_stages(config, family_of(model).KIND)
     for key, by in ('model.attention', getattr(model, 'attention', 'auto')), ('context', config.context):

@@ -621,6 +621,8 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
          "lora.dropout: expected 0 for adapters of experts"),
         ([f"initial_weights={FOLDER}/olmoe", "fp8=true"], "fp8 = true: experts have no 8-bit form"),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
+        (["lora.targets=w_q"], "lora.rank = 0: without adapters all weights are trained"),
+        (["training.balance_loss=0.01"], "training.balance_loss, … only mixtures have routers"),
         (["lora.rank=2", "training.optimizer=muon"], "training.optimizer = muon: it is for the matrices"),
         (["training.dropout=0.1", "model.attention=blockwise"],
          "model.attention = blockwise has no probabilities"),
