@@ -159,12 +159,14 @@ def write_tokenizer(to: Path, text: str, about: dict) -> None:
 
 
 def fields_of(source: Source) -> dict[str, int | None]:
-    """Fields of config.json for a run from random weights: the length of its rows, unless the model has positions, and
-    the ids that begin and end a text, which are null if its tokenizer is unknown."""
+    """Fields of config.json for a run from random weights: the length of its rows, unless the model has positions; the
+    token that T5's decoder reads first; and the ids that begin and end a text, null if its tokenizer is unknown."""
     rows = source.checkpoint.attributes["config"].get("training", {}).get("tokens", {})
     fields: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if getattr(source.family, "KIND", "") == "decoder" and "len" in rows and learned_positions(source.model) is None:
         fields["max_position_embeddings"] = rows["len"]
+    if getattr(source.family, "KIND", "") == "both":
+        fields["decoder_start_token_id"] = source.decoder_start
     tokenizer = kept_tokenizer(source.folder)
     if tokenizer is None:
         return fields

@@ -137,6 +137,14 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
     assert published.backend.encode(text, add_special_tokens=True).ids == [0, *expected]
 
 
+def test_where_a_t5_from_random_weights_begins_to_write(run, pool, tmp_path):
+    """config.json says so: without it transformers takes no labels and generates nothing."""
+    run(GOLDEN / "t5", tmp_path / "in")
+    source = dataclasses.replace(huggingface.open_weights(tmp_path / "in", pool), config=None)
+    config = source.family.config_of(source.model) | convert.fields_of(source)
+    assert transformers.T5Config.from_dict(config).decoder_start_token_id == 0
+
+
 @pytest.mark.parametrize("given, message", [
     ({"more_weights": {"q_norm": "final_layer_norm"}}, "models/ computes: it has weights/q_norm"),
     ({"vocab": small.MODEL.vocab // 2}, "another model than its config says: embed is ("),
