@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from runtime.terminal import RunError
 
-SMALLER_IS_BETTER = re.compile("loss|perplexity|bits_per_byte")
+SMALLER_IS_BETTER = re.compile(".*loss|.*perplexity|bits_per_byte|brier_score|ter")  # as in lm-eval-harness
 
 
 @dataclasses.dataclass
@@ -30,7 +30,7 @@ class Best:
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the metrics of the validation after this step; what is not finite is never the best."""
-        name = self.by.rpartition("/")[2]  # without the file's: score/glossary.jsonl/acc
-        value, sign = values[self.by], -1 if SMALLER_IS_BETTER.search(name) else 1
+        name = self.by.rpartition("/")[2].partition(",")[0]  # of score/glossary.jsonl/acc, or score/gsm8k/acc,FILTER
+        value, sign = values[self.by], -1 if SMALLER_IS_BETTER.fullmatch(name) else 1
         is_better = math.isfinite(value) and (not self.step or sign * value > sign * self.value)
         self.step, self.value, self.since = (step, value, 0) if is_better else (self.step, self.value, self.since + 1)
