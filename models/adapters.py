@@ -39,6 +39,8 @@ WITHOUT_EFFECT = {
     "peft_version", "qalora_group_size", "revision", "target_modules", "task_type", "exclude_modules",
     "layers_pattern", "ensure_weight_tying", "target_parameters",
 }  # fmt: skip
+# Values of a field that do not either: ways to draw a and b that leave the base as it is.
+ALLOWED = {"init_lora_weights": (True, "gaussian", "orthogonal")}
 
 
 @pytree_dataclass
@@ -271,9 +273,9 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
     """
     file = folder / "adapter_config.json"
     config = safetensors.read_json(file)
-    expected = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, "r": rank, "lora_alpha": alpha}
-    others = sorted(config.keys() - WITHOUT_EFFECT - expected.keys())
-    problems = [f"{key} = {config[key]!r} is not computed" for key in others if config[key]]
+    expected = {"peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": alpha}
+    others = sorted(key for key in config.keys() - WITHOUT_EFFECT - expected.keys() if config[key])
+    problems = [f"{key} = {config[key]!r} is not computed" for key in others if config[key] not in ALLOWED.get(key, ())]
     keys = {"r": "lora.rank", "lora_alpha": "lora.alpha"}
     for key, value in expected.items():
         if config.get(key, value) != value:

@@ -650,7 +650,8 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
 
 
 def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
-    """A field of adapter_config.json that the program does not read is refused, not ignored."""
+    """A field of adapter_config.json that the program does not read is refused, not ignored, unless it says how the
+    adapters were drawn."""
     config = json.loads((FOLDER.parent / "peft/llama/adapter_config.json").read_text())
     source = huggingface.open_weights(FOLDER / "llama", pool)
     task = train_any.task_of(config_of(source.model, lora=train_any.Lora(rank=3, alpha=5.0, targets="w_q")))
@@ -658,6 +659,10 @@ def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
     for key, value in {"use_dora": True, "rank_pattern": {"q": 2}, "init_lora_weights": "pissa", "new": 1}.items():
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(RunError, match=f"{key} = "):
+            adapters.read_peft(tmp_path, named, 3, 5.0)
+    for drawn in (False, "gaussian"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": drawn}))
+        with pytest.raises(RunError, match=r"there are no \*\.safetensors"):
             adapters.read_peft(tmp_path, named, 3, 5.0)
     fused = huggingface.open_weights(FOLDER / "gpt2", pool)
     task = train_any.task_of(config_of(fused.model, lora=train_any.Lora(rank=3)))
