@@ -80,10 +80,9 @@ class Tokenizer:
     @cached_property
     def vocab(self) -> int:
         """Larger than every id, bos_id included."""
-        if not self.json:
-            return 257
         # Not its number of tokens, since the ids may have holes.
-        return max([self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()]) + 1
+        ids = self.backend.get_vocab(with_added_tokens=True).values() if self.json else [256]
+        return max([self.bos_id, *ids]) + 1
 
     def has_ids_of(self, other: "Tokenizer") -> bool:
         """Whether each token has the same id in both."""

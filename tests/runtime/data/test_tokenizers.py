@@ -75,13 +75,15 @@ def stored(tmp_path, bpe):
 
 
 def test_bytes():
-    """An id is its byte plus 1, and 0 stands before a sequence; ids come back as the text that they were."""
+    """An id is its byte plus 1, and 0 stands before a sequence, or an id that one says, which the vocabulary then
+    holds; ids come back as the text that they were."""
     tokenizer = load_tokenizer("bytes_utf8")
     batch = tokenizer.encode_batch(TEXTS)
     for text, ids in zip(TEXTS, batch):
         assert ids.dtype == np.uint32 and ids.tolist() == [byte + 1 for byte in text.encode()]
         assert tokenizer.decode(ids) == text
     assert (tokenizer.vocab, tokenizer.bos_id, tokenizer.name) == (257, 0, "bytes_utf8")
+    assert load_tokenizer("bytes_utf8", bos_id=257).vocab == 258
     assert tokenizer.decode([0, 73, 256, 300, 106]) == "H\ufffdi"  # no byte, no byte of UTF-8, no byte
 
 
