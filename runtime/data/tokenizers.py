@@ -95,11 +95,14 @@ class Tokenizer:
         if not self.json:
             ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
             return ids, np.fromiter(map(len, texts), np.int64, len(texts))
-        with PlainExceptions(f"the tokenizer {self.name} does not encode a text ({{}})"):
+        with self._plain_exceptions():
             encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.uint32, int(lengths.sum()))
         return ids, lengths
+
+    def _plain_exceptions(self) -> "PlainExceptions":
+        return PlainExceptions(f"the tokenizer {self.name} does not encode a text ({{}})")
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "tokens"]]:
         """The ids of each text, without begin or end tokens. Raises RunError: one is no Unicode text."""
@@ -123,16 +126,18 @@ class Tokenizer:
         The ids are those of transformers' apply_chat_template, without a leading bos_id. A token has its assistant
         message's weight (`weights`, by default 1), also if only some of its characters belong to the message, and in
         what ends the turn; all others have 0. Raises ChatError: the messages are not as above, none is the assistant's,
-        or the template cannot take them.
+        or the template cannot take them; UnicodeEncodeError: they hold half of a surrogate pair.
         """
         text, turns = render_chat(self, messages)
+        content = text.encode()
         if not self.json:
-            ids, _ = self.encode_flat([text.encode()])
+            ids, _ = self.encode_flat([content])
             starts = np.arange(len(ids))
             stops = starts + 1
             turns = [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in turns]
         else:
-            encoding = self.backend.encode(text, add_special_tokens=False)
+            with self._plain_exceptions():
+                encoding = self.backend.encode(text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
             starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         of_turns = [1.0] * len(turns)

@@ -225,10 +225,13 @@ def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
 
 
 def test_a_text_that_a_tokenizer_panics_at(bpe):
-    """Other texts are still encoded."""
+    """Other texts are still encoded. A chat's is refused alike."""
     normalizer = {"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "ab"}
     tokenizer = dataclasses.replace(bpe, json=json.dumps(json.loads(bpe.json) | {"normalizer": normalizer}))
-    assert_refuses("bpe_290 does not encode a text … out of bounds", tokenizer.encode_batch, ["x"])
+    template = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    chats = dataclasses.replace(tokenizer, chat_template=template)
+    for encode, texts in (tokenizer.encode_batch, ["x"]), (chats.encode_chat, [{"role": "assistant", "content": "x"}]):
+        assert_refuses("bpe_290 does not encode a text … out of bounds", encode, texts)
     assert len(tokenizer.encode_batch(["a"])) == 1
 
 
@@ -390,7 +393,8 @@ Yes.<|im_end|>
 def test_chatml(bpe, trained):
     """ChatML is written as its authors write it. Each of the assistant's tokens, with the end of its turn, has its
     message's weight, all others have 0; a trained BPE has one id for the end. A prompt ends with the header of an
-    answer, and a chat goes on as it was. A template that marks other parts is refused."""
+    answer, and a chat goes on as it was. Half of a surrogate pair, and a template that marks other parts, are refused.
+    """
     tokenizer = dataclasses.replace(bpe if trained else load_tokenizer("bytes_utf8"), chat_template=CHATML)
     weights = [1, 1, 0.5, 7, 2]
     ids, weight = tokenizer.encode_chat(CHAT, weights)
@@ -407,6 +411,8 @@ def test_chatml(bpe, trained):
     calls = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
     message = "messages (TemplateError: ChatML has no form for tool_calls)"
     assert_refuses(message, tokenizer.encode_chat, calls, error=ChatError)
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode_chat([{"role": "assistant", "content": "\ud83d"}])
     once = dataclasses.replace(tokenizer, chat_template="{% generation %}{{ messages[2].content }}{% endgeneration %}")
     message = "chat template marks 1 parts … expected one for each"
     assert_refuses(message, once.encode_chat, CHAT, weights, error=ChatError)
