@@ -87,7 +87,7 @@ def find_files(pattern: str) -> list[File]:
             if url.startswith("file://"):  # here, since rows are opened by a package
                 with reading(pattern):
                     open_file(url.removeprefix("file://")).close()
-            kind = "rows" if url.endswith(".parquet") else KINDS.get(_suffix(url), "text")
+            kind = "rows" if _named(url).endswith(".parquet") else KINDS.get(_suffix(url), "text")
             keys = ("mtime", "ETag", "LastModified", "updated")
             version = next((str(about[key]) for key in keys if key in about), "")
             files.append(File(kind, url.removeprefix("file://"), about.get("size") or 0, version))
@@ -132,9 +132,15 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
     }
 
 
+def _named(name: str) -> str:
+    """A file's name up to its suffix: of a URL not the query behind it, nor what holds the file."""
+    name = name.partition("::")[0]
+    return name.partition("?")[0] if name.startswith(("http://", "https://")) else name
+
+
 def _suffix(name: str) -> str:
     """The suffix that says how a file is read, without that of its compression."""
-    stem, suffix = os.path.splitext(name.partition("::")[0])
+    stem, suffix = os.path.splitext(_named(name))
     return os.path.splitext(stem)[1] if suffix in (".gz", ".bz2", ".xz", ".zst") else suffix
 
 
@@ -215,14 +221,15 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
 def _open(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """A file's content, and the stored file."""
     with fsspec.open(name, "rb") if "://" in name else open_file(name) as raw:
-        if name.endswith(".zst"):
+        compression = os.path.splitext(_named(name))[1]
+        if compression == ".zst":
             with needs_package(name, "zstandard"):
                 import zstandard
             # fsspec's own reads the first frame alone (2026.9), without a word.
             yield zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), raw
         else:
             openers: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-            yield openers.get(os.path.splitext(name)[1], lambda raw: raw)(raw), raw
+            yield openers.get(compression, lambda raw: raw)(raw), raw
 
 
 @contextlib.contextmanager

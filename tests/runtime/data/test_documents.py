@@ -3,6 +3,9 @@
 import gzip
 import json
 import random
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import small
@@ -67,6 +70,19 @@ def test_reading_continues_at_each_place(tmp_path, monkeypatch, kind, by_name):
     for index, (count, position) in enumerate(places):
         rest, later = read(read_blocks(files, position))
         assert rest == expected[count:] and [at for _, at in later[1:]] == [at for _, at in places[index + 1 :]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_a_url_with_a_query(tmp_path, kind):
+    """What stands behind the path of a URL does not say how its file is read."""
+    write(tmp_path / "in", kind)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}/in/train-0.{kind}?signature=a.b"
+        try:
+            assert read(read_blocks(find_files(url)))[0] == texts(1)
+        finally:
+            server.shutdown()
 
 
 def test_places_are_lines_and_rows(tmp_path):
