@@ -147,6 +147,10 @@ def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple
     if is_damaged:
         print_line("  since seq_starts is damaged, it is not compared with the tokens that are marked as first")
     firsts = starts[:-1][starts[1:] > starts[:-1]].astype(np.int64)
+    if split.row_length and not is_damaged:
+        rows = np.arange(0, split.token_count, split.read_length + split.row_length)
+        cut = np.setdiff1d(np.concatenate([rows, rows + split.read_length]), firsts)
+        note("a sequence goes on at {}, where a row, or its part for the decoder, begins: expected whole ones", cut)
     for start, tokens in chunks("encoded_tokens", split.encoded_tokens):
         ids = tokens >> np.uint32(1)
         wrong = np.flatnonzero(ids > split.max_token_id)

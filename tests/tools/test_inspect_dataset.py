@@ -132,6 +132,8 @@ VIOLATIONS = {
      "from 512 to 565 (Stored and computed checksum do not match."),
     "flipped bit": (chunk("seq_starts", 0, lambda content: content[:-6] + bytes([content[-6] ^ 4]) + content[-5:]), 1,
      "(Stored and computed checksum do not match."),
+    "cut by rows": (attribute(read_length=45, row_length=68), 8,
+     "a sequence goes on at 113, where a row … so are 7 more"),
     "bos_id": (attribute(bos_id=-1), 1, "'bos_id' of DATA/train is -1, expected"),
     "ids of the tokenizer": (attribute(max_token_id=300, bos_id=257), 2,
      "max_token_id is 300, expected … bytes_utf8, below 257", "bos_id is 257, expected … bytes_utf8, below 257"),
