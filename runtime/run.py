@@ -357,8 +357,8 @@ class Run:
             if self._stopping and not waits:
                 return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
             losses, targets = np.array([*sums.values(), (0, 0)], np.float64).T
-            means = dict(zip(sums, (losses / np.maximum(targets, 1)).tolist()))
-            total = losses.sum() / max(targets.sum(), 1)
+            means = dict(zip(sums, (losses / np.where(targets > 0, targets, 1)).tolist()))
+            total = losses.sum() / (targets.sum() or 1)
             self._tracker.log_validation(step + 1, total, means if len(means) > 1 else {})
             scores: dict[str, float] = {}
             if self._score is not None:

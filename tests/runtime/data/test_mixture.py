@@ -97,8 +97,9 @@ def test_validation_ends_with_the_first_source(sources):
             assert_equal(data.load(step), one.load(step))
 
 
-def test_the_validation_loss_of_each_source(sources):
-    """Each source's loss is its own mean; the loss of all is the mean over all targets."""
+@pytest.mark.parametrize("weight", [1, 2**-10])
+def test_the_validation_loss_of_each_source(sources, weight):
+    """Each source's loss is its own mean; the loss of all is the mean over all targets, whatever these weigh."""
     logged = []
     with loader(sources, "validation") as data:
         run = SimpleNamespace(
@@ -117,7 +118,7 @@ def test_the_validation_loss_of_each_source(sources):
         def add_batch(weights, loss, targets, batch):  # the loss of a target is its row, from 1
             counted = np.asarray(batch.is_target)
             losses = weights * (np.asarray(batch.targets) % 1000 + 1)[counted]
-            return loss + np.float32(losses.sum()), targets + np.float32(counted.sum())
+            return loss + np.float32(weight * losses.sum()), targets + np.float32(weight * counted.sum())
 
         with jax.set_mesh(sharding().targets.mesh):
             Run.validate_if_due(run, 6, add_batch, 2)
