@@ -71,8 +71,8 @@ def compare(
         is_fixed |= key == "training.ema_decay" and not (old and new)  # the state has an average, or has none
         (refused if is_fixed else changes).append(line)
     known = attributes.get("data", {})
-    # An earlier program did not record the tokenizer.
-    data = {name: value for name, value in data.items() if name != "tokenizer" or name in known}
+    # Earlier programs did not record these.
+    data = {name: value for name, value in data.items() if name not in ("tokenizer", "ends") or name in known}
     if known and known != data:
         refused.append(f"  the data: {shown(known)} -> {shown(data)}")
     if other := _other_order(attributes.get("data_position") or {}):

@@ -239,11 +239,12 @@ class Loader:
         """JSON values that tell this split from another: a checkpoint keeps them, so no run goes on with other data."""
         identity: dict[str, Any] = {"max_token_id": self.max_token_id, "bos_id": self.bos_id}
         # The number of a growing split's rows is not known yet.
-        rows = [source.rows.count for source in self._sources if source.name not in self._growing]
+        whole = [source for source in self._sources if source.name not in self._growing]
         if self._growing:
             identity["files"] = sum(split.files for split in self._growing.values())
-        if rows:
-            identity["rows"] = rows if len(self._sources) > 1 else rows[0]
+        if whole:
+            rows, ends = [source.rows.count for source in whole], [source.split.ends for source in whole]
+            identity |= {"rows": rows, "ends": ends} if len(self._sources) > 1 else {"rows": rows[0], "ends": ends[0]}
             identity["dropped_tokens"] = self.dropped_tokens
         if len(self._sources) > 1:
             identity["shares"] = self._mixture.shares.tolist()

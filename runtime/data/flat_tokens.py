@@ -13,6 +13,7 @@ import dataclasses
 import os
 import re
 import threading
+import zlib
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ SYNTHETIC = "synthetic_dataset.zarr"  # in the repository, and the one that conf
 CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, decoded in about a millisecond
 # An array up to this size is read once and kept: small rows from many chunks would decode each chunk often.
 RESIDENT_BYTES = 64 * 2**20
+END_TOKENS = 2**10  # at each end of a split, which tell it from another
 # How much each token counts in the loss: a split has one of these arrays, or none, if all are targets.
 TARGETS = {"is_target": np.bool_, "weight": np.float32}
 WEIGHT = "a finite number, 0 or more"
@@ -69,6 +71,13 @@ class Split:
     def reach(self, tokens: int) -> bool:
         """Whether so many tokens are there. A split that grows waits for them (runtime/data/growing.py)."""
         return tokens <= self.token_count
+
+    @property
+    def ends(self) -> int:
+        """A checksum of its first and last tokens: another order of the same texts has other ones."""
+        count, what = self.token_count, f"encoded_tokens of {self.where}"
+        first, last = (read(self.encoded_tokens, at, at + END_TOKENS, what) for at in (0, max(0, count - END_TOKENS)))
+        return zlib.crc32(np.concatenate([first, last]).astype("<u4").tobytes())
 
     @property
     def sequence_count(self) -> int:

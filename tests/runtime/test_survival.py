@@ -492,18 +492,20 @@ def test_a_stop_during_a_validation_that_waits_is_kept(capfd):
 
 def test_other_data_under_the_same_name_are_refused(tiny):
     """A data set that was written anew is told by its numbers, not by its path; allow_config_change=true goes on, and
-    says so. A tokenizer counts where the checkpoint says which one it was: earlier programs did not record it."""
+    says so. A tokenizer, and what the data begin and end with, count where the checkpoint says which they were: earlier
+    programs did not record them."""
     before, allowed, attributes = configs(tiny, "allow_config_change=true")
     change = '  the data: {"rows": 300, "max_token_id": 127} -> {"rows": 301, "max_token_id": 127}'
     parts = f"x was trained with another configuration: … {change} … Set these"
     assert_refuses(parts, resume.compare, before, {**DATA, "rows": 301}, attributes, "x")
     assert resume.compare(allowed, {**DATA, "rows": 301}, attributes, "x") == [change]
-    one, other = ({**DATA, "tokenizer": name} for name in "ab")
-    assert resume.compare(before, one, attributes, "x") == []
-    of_one = resume.description(before, one)
-    assert resume.compare(before, one, of_one, "x") == []
-    parts = 'the data: … "tokenizer": "a"} -> … "tokenizer": "b"}'
-    assert_refuses(parts, resume.compare, before, other, of_one, "x")
+    for key in ("tokenizer", "ends"):
+        one, other = ({**DATA, key: value} for value in "ab")
+        assert resume.compare(before, one, attributes, "x") == []
+        of_one = resume.description(before, one)
+        assert resume.compare(before, one, of_one, "x") == []
+        parts = f'the data: … "{key}": "a"}} -> … "{key}": "b"}}'
+        assert_refuses(parts, resume.compare, before, other, of_one, "x")
 
 
 def test_keys_of_an_older_program(tiny):

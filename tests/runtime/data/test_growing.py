@@ -25,6 +25,7 @@ from runtime.config.command_line import load
 from runtime.config.keys import HuggingFaceDataset, Source
 from runtime.data import growing
 from runtime.data.batches import Batch, Loader
+from runtime.data.flat_tokens import open_split
 from runtime.data.growing import GrowingSplit
 from runtime.data.read_ahead import NO_END
 from runtime.data.sources import growing_split, tokenizer_of
@@ -208,7 +209,7 @@ def test_a_mixture_with_a_data_set(written, tmp_path):
         assert_equal(jumper.load(7), data.load(7))
         assert data.steps is None and data.metrics(9)["tokens_per_source"] == {"my_texts": 960, str(beside): 320}
         kept = {"files": 3, "rows": [10], "dropped_tokens": 0, "shares": [3, 1], "max_token_id": 2009, "bos_id": 0}
-        assert data.identity == kept
+        assert data.identity == {**kept, "ends": [open_split(beside, "train").ends]}
     is_text = found[:, 0] < 4000
     np.testing.assert_array_equal(found[is_text].ravel(), TOKENS[: 30 * 32])
     of_data = found[~is_text][:, 1] // 2 - 2000

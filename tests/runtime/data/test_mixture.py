@@ -61,12 +61,16 @@ def test_shares_and_epochs(sources, packing):
         assert len(set(epochs[-1])) == len(epochs[-1])
 
 
-def test_what_is_said_of_a_mixture(sources):
-    """A checkpoint can tell other sources or weights; the line at the start says shares, rows and that there is no end;
-    `rows_of` names the tokens of each row, of the right data set; the largest id is that of all sources."""
+def test_what_is_said_of_a_mixture(sources, tmp_path):
+    """A checkpoint can tell other sources, weights or orders of a source's texts; the line at the start says shares,
+    rows and that there is no end; `rows_of` names the tokens of each row, of the right data set; the largest id is that
+    of all sources."""
     with loader(sources) as data, loader([dataclasses.replace(sources[0], weight=1), *sources[1:]]) as other:
         assert data.identity["shares"] == [5, 2, 3] and data.identity["rows"] == [40, 25, 200]
-        assert data.identity != other.identity and (data.max_token_id, data.bos_id) == (2199, 0)
+        write_split(tmp_path / "c", "train", [np.full(LENGTH, 2000 + row) for row in reversed(range(200))])
+        with loader([*sources[:2], dataclasses.replace(sources[2], filespec=str(tmp_path / "c"))]) as reordered:
+            assert len({str(each.identity) for each in (data, other, reordered)}) == 3
+        assert (data.max_token_id, data.bos_id) == (2199, 0)
         where = f"50.00% from 320 tokens of {sources[0].filespec}/train in 40 rows of 8, 0 at its end"
         assert data.summary.startswith(where)
         assert "; 30.00% from 1,600 tokens" in data.summary and "; without end; at most " in data.summary
