@@ -151,6 +151,12 @@ def start_mesh(config: OnDevices, mesh: Any = None) -> jax.sharding.Mesh:
         return start(SimpleNamespace(mesh=mesh, origins=Origins(), check_only=False, **hosts))
 
 
+def without_drops(model: Any) -> Any:
+    """The model with a slot for each choice: what a capacity drops depends on what else is in a row, so that a text
+    would mean something else beside another."""
+    return replace(model, capacity=None) if getattr(model, "capacity", None) else model
+
+
 def opened(config: Any, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any]:
     """A model of models/ as it is computed, and the shapes of its weights, which a mesh can split.
 
@@ -168,7 +174,7 @@ def opened(config: Any, axes: Mapping[str, int], compute_dtype: str | None, pool
     if not config.allow_program_change:
         require_same_program(source, None, "allow_program_change=true")
     act.dtype = stored.dtype = compute_dtype or source.model.compute_dtype
-    model = replace(source.model, compute_dtype=act.dtype)
+    model = without_drops(replace(source.model, compute_dtype=act.dtype))
     shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
     type_ = narrowed(source.family.Weights, shapes)
     mesh_of_run = SimpleNamespace(mesh=SimpleNamespace(**axes), model=model, training=(), origins=Origins())

@@ -25,7 +25,7 @@ from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
 from runtime.terminal import RunError, install, needs_package, progress, run_errors
 from tools.hosts import from_first, is_first, note, shared
-from tools.ready import ReadyModel, Writing, json_lines, with_weights, write
+from tools.ready import ReadyModel, Writing, json_lines, with_weights, without_drops, write
 
 INSTALL = install("score")
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -309,7 +309,8 @@ class InRun:
         self.judge = judge
         if judge is not None:
             self.metrics += [f"score/{name}" for name in judge.metrics]
-        self.model, self.tokenizer, self.whole, self.special_id = config.model, tokenizer, whole, special_id
+        self.model, self.tokenizer = without_drops(config.model), tokenizer
+        self.whole, self.special_id = whole, special_id
         self.published = None  # the config.json of the first weights: it decides what stands around a text
         if config.initial_weights is not None:
             with ThreadPoolExecutor(1) as pool:

@@ -358,6 +358,27 @@ def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, pool):
         tasks.InRun(config, None, None, 0)
 
 
+def test_scores_do_not_depend_on_what_else_is_in_a_row(pool):
+    """A mixture whose capacity drops tokens of long rows has transformers' log likelihoods, in a run and in a tool."""
+    source = huggingface.open_weights(FOLDER / "mixtral", pool)
+    tight = dataclasses.replace(source, model=dataclasses.replace(source.model, capacity=0.5))
+    expected = json.loads((FOLDER / "mixtral/scores.json").read_text())
+    config = in_training(tight)
+    config.training.tokens.len = 64
+    with on_mesh(1, 1):
+        weights, _ = weights_of(source, pool)
+        scores = tasks.InRun(config, words(), lambda trained: trained, 0)
+        scores(weights)
+        scores.scorer.ready.generator.take(weights)
+        found = scores.scorer([(record["context"], record["continuation"]) for record in expected])
+    wanted = [record["log_likelihood"] for record in expected]
+    np.testing.assert_allclose([nats for nats, _ in found], wanted, atol=1e-4, rtol=0)
+    asked = SimpleNamespace(model="runs/tight", allow_program_change=True)
+    with mock.patch.object(ready, "open_weights", lambda *_: tight):
+        read, _ = ready.opened(asked, dict.fromkeys("rdcet", 1), "float32", pool)
+    assert read.model == dataclasses.replace(source.model, compute_dtype="float32")
+
+
 @pytest.mark.slow
 def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     """metrics.jsonl of a train_any run with adapters has the tasks' numbers at each validation, the last ones those of
