@@ -12,10 +12,11 @@ for (const heading of document.querySelectorAll("th")) {
     for (const each of table.querySelectorAll("th")) each.removeAttribute("aria-sort");
     heading.setAttribute("aria-sort", down ? "descending" : "ascending");
     const value = (row) => row.cells[column].dataset.v ?? row.cells[column].textContent;
-    const compare = (a, b) => value(a).localeCompare(value(b), "en", { numeric: true });
-    const difference = (a, b) => Number(value(a)) - Number(value(b));
-    const rows = [...body.rows].sort(numeric ? difference : compare);
-    body.append(...(down ? rows.reverse() : rows));
+    const sign = down ? -1 : 1;
+    const compare = (a, b) => sign * value(a).localeCompare(value(b), "en", { numeric: true });
+    const place = (row) => (isNaN(value(row)) ? Infinity : sign * value(row));  // what is no number stands last
+    const difference = (a, b) => place(a) - place(b) || 0;
+    body.append(...[...body.rows].sort(numeric ? difference : compare));
   });
 }
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zarr
+from browser import browser
 from parts import says
 
 from ledger.count.step import FORMAT
@@ -113,6 +114,23 @@ def test_what_others_wrote_is_text(tmp_path):
         compare_page([read_run(folder)] * 2, *[Table(attack, {attack: ""}, [[attack]])] * 2, {attack: [attack]}),
     ):
         assert "<img" not in page.split("<main>")[1] and page.count("</script>") == page.count("<script")
+
+
+def test_the_page_in_a_browser(tmp_path, run_compare):
+    """A column is sorted both ways, with what is no number last. Charts have the width of their frames, though a scroll
+    bar, which comes after the first ones, leaves two columns of them instead of three."""
+    runs = [write_run(tmp_path / f"run{n}", [loss], weight_norm=1.0) for n, loss in enumerate([3.0, "NaN", None, 1, 5])]
+    run_compare(*runs, f"output={tmp_path}/runs.html")
+    with browser(tmp_path / "profile") as chromium:
+        chromium.look(1400, 900, "dark")
+        chromium.open(f"file://{tmp_path}/runs.html")
+        width = "[it, it.querySelector('svg')].map((each) => each.getBoundingClientRect().width)"
+        widths = np.array(chromium.script(f"return [...document.querySelectorAll('.chart')].map((it) => {width})"))
+        for order in ("5.0000 3.0000 1.0000 nan n/a", "1.0000 3.0000 5.0000 nan n/a"):
+            chromium.script("document.querySelectorAll('#numbers th button')[2].click()")
+            cells = "[...document.querySelectorAll('#numbers td:nth-child(3)')].map((it) => it.textContent)"
+            assert chromium.script(f"return {cells}") == order.split()
+    assert len(widths) > 2 and (widths[:, 0] > 600).all() and np.ptp(widths[:, 0] - widths[:, 1]) < 1, widths
 
 
 # ---- curves
