@@ -6,6 +6,7 @@ with TRACKERS["wandb"](run) as log:          # in a process of its own: see runt
 
 import contextlib
 import json
+import math
 import os
 import time
 import uuid
@@ -111,7 +112,8 @@ def clearml(run: Tracked) -> Iterator[Log]:
     def log(step: int, time: float, values: dict[str, float]) -> None:
         for name, value in values.items():
             title, _, series = name.partition("/")
-            logger.report_scalar(title, series or title, value, step)
+            if math.isfinite(value):  # it would show 0
+                logger.report_scalar(title, series or title, value, step)
 
     try:
         yield log
