@@ -93,7 +93,7 @@ def _thinned(curve: Curve) -> Curve:
 
 def charts(runs: list[Recorded]) -> list[Chart]:
     """The charts that these runs have curves for. One run's weights share a chart for each norm; with several runs each
-    weight has its chart, and a run the same colour everywhere."""
+    weight has its chart, and a run the same colour everywhere. Each score has its chart."""
     of_runs = [curves(run) for run in runs]
     names = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
     wanted = [(title, unit, "", [name for name in metrics if name in names]) for title, unit, metrics in CHARTS]
@@ -101,7 +101,7 @@ def charts(runs: list[Recorded]) -> list[Chart]:
     for family in dict.fromkeys(name.partition("/")[0] for name in left):
         title, unit = FAMILIES.get(family, (family.replace("_", " "), ""))
         mine = [name for name in left if name.partition("/")[0] == family]
-        if len(runs) == 1 or len(mine) == 1:
+        if len(mine) == 1 or (len(runs) == 1 and family != "score"):  # an accuracy's scale is no perplexity's
             wanted.append((title, unit, "", mine))
         else:
             wanted += [(name.partition("/")[2] or name, unit, title, [name]) for name in mine]

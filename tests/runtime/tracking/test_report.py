@@ -138,11 +138,13 @@ def test_the_page_in_a_browser(tmp_path, run_compare):
 
 def test_a_chart_has_what_belongs_together():
     """A chart shows values over steps, or over hours at a button; null has no curve, and a metric that no chart is made
-    for has its own."""
+    for has its own, as has each score: an accuracy would be flat below a perplexity."""
     found = charts_of(recorded(loss=3.0, validation_loss=2.5, mfu=None, skipped_steps=0, other=1.0))
     assert list(found) == ["Loss", "other"] and found["Loss"].unit == "nats a token"
     assert "Steps skipped" in charts_of(recorded(skipped_steps=2))  # a chart of zeros says nothing
     assert list(charts_of(recorded(step_cpu_s=1.0))) == ["Processor time of a step"]
+    scores = {"score/exam.jsonl/acc": 0.5, "score/play.txt/perplexity": 400.0}
+    assert list(charts_of(recorded(**scores))) == [f"Scores of tasks {name[6:]}" for name in scores]
     traces, layout = figure_of(found["Loss"])
     assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [
         ("loss", [1, 2, 3], [3.0] * 3),
