@@ -29,7 +29,7 @@ from runtime.terminal import RunError, print_error, print_line, run_errors
 from runtime.tracking.recorded import Recorded, as_yaml, last, read_run
 from runtime.tracking.report import compare_page, write_report
 
-# Metrics that the machine decides, not the training; and those whose names end so.
+# Metrics that the machine decides, not the training; and those whose names end so, but no source of a mixture.
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
 MEASURED_ENDS = ("_s", "_memory_bytes")
 PROGRAM = "program.py"  # stands among the keys where the trainers' files differ
@@ -148,7 +148,7 @@ def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
 
 
 def is_measured(name: str) -> bool:
-    return name in MEASURED or name.endswith(MEASURED_ENDS)
+    return name in MEASURED or (name.endswith(MEASURED_ENDS) and "/" not in name)
 
 
 def decided(run: Recorded) -> dict[tuple[int, str], Any]:
