@@ -78,8 +78,12 @@ class Judge:
                         metrics += [named(group.name, metric.metric, of) for of in metric.filter_list or ["none"]]
         return metrics
 
-    def __call__(self, scorer: Scorer, config: Scoring) -> dict[str, Any]:
-        """The results of lm-eval-harness, on the first process, which asks; the others compute, and get nothing."""
+    def __call__(self, scorer: Scorer, config: Scoring, has_errors: bool = True) -> dict[str, Any]:
+        """The results of lm-eval-harness, on the first process, which asks; the others compute, and get nothing.
+
+        has_errors: standard errors too. For that of a perplexity or an F1 score it forks this process, once a core, and
+          draws 100,000 samples.
+        """
 
         def write(prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:
             return scorer.write(prompts, rebuild(Writing, settings, Origins("generation_kwargs")))
@@ -93,7 +97,8 @@ class Judge:
             return {}
         from lm_eval.evaluator import simple_evaluate
 
-        how = {"num_fewshot": self.config.num_fewshot, "limit": self.config.limit}
+        how: dict[str, Any] = {"num_fewshot": self.config.num_fewshot, "limit": self.config.limit}
+        how |= {} if has_errors else {"bootstrap_iters": 0}
         scores = simple_evaluate(model_of(scorer, calls, config), tasks=self.tasks, **how)
         calls.end()
         return scores

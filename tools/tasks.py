@@ -337,7 +337,7 @@ class InRun:
             if how is score_questions:
                 samples += [f"{record.question}\n→ {answer['text']}\n" for record, answer in zip(records[:8], answers)]
         if self.judge is not None:
-            figures = self.judge.figures(self.judge(self.scorer, self.config))
+            figures = self.judge.figures(self.judge(self.scorer, self.config, has_errors=False))
             metrics |= shared({f"score/{task}/{metric}": float(value) for task, metric, value, *_ in figures})
         self.scorer.ready.generator.take(None)
         return metrics, "\n".join(samples)
