@@ -28,7 +28,7 @@ from tools import convert, embed, generate, plan, plan_generate, ready, score
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/models/test_decoding.py does
 SENTENCE = "the cat sat on the mat. "
-READY_MODEL = ready.ready_model
+READY_MODEL, OPEN_WEIGHTS = ready.ready_model, ready.open_weights
 
 
 MODELS = {}
@@ -125,6 +125,20 @@ def test_ids_and_log_probabilities(said):
     assert record["ids"] == ids and len(ids) == 6 and all(log_prob < 0 for log_prob in record["log_probs"])
     rounded = json.loads(said(*given, "output=jsonl", "weights=int8"))["log_probs"]
     assert 0 < abs(rounded[0] - record["log_probs"][0]) < 0.1
+
+
+def test_no_expert_drops_a_token(said, monkeypatch):
+    """A capacity is for training: with one, tokens and their log probabilities are those of a model without."""
+
+    def limited(path, pool):
+        source = OPEN_WEIGHTS(path, pool)
+        return replace(source, model=replace(source.model, capacity=0.5))
+
+    monkeypatch.setattr(generate, "ready_model", READY_MODEL)
+    given = [FOLDER / "mixtral", f"prompt_ids={[*range(3, 23)]}", "tokens=6", "temperature=0", "output=jsonl"]
+    expected = said(*given)
+    monkeypatch.setattr(ready, "open_weights", limited)
+    assert said(*given) == expected
 
 
 def test_an_encoder_reads_the_prompt(said):
