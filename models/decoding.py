@@ -444,33 +444,21 @@ def largest(
     return top[:, None], jnp.take(ids, place)[:, None]
 
 
-def of_all(
-    values: Float32[jax.Array, 'B t N'], names: Int32[jax.Array, 'B t N']
-) -> tuple[Float32[jax.Array, 'B N'], Int32[jax.Array, 'B N']]:
-    """The likeliest tokens of those of all parts, with their names."""
-    top, place = lax.top_k(values.reshape(len(values), -1), values.shape[2])
-    return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
-
-
 @typed
 def candidates(
     family, model, ends, stack, cache: Cache, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *, N: int
-) -> tuple[Cache, f32['B C'], i32['B C']]:
+) -> tuple[Cache, f32['B t C'], i32['B t C']]:
     """Replaces the rows' caches by those of their parents, on the same device. Then all devices get the N likeliest
-    tokens after `token` and their log probabilities, 8N bytes a row."""
+    tokens after `token` of each part of the vocabulary, and their log probabilities: 8tN bytes a row."""
     spec = 'layers B/b K/t S D, B/b -> layers B/b K/t S D'
     of_parents = functools.partial(shardops.local, spec, lambda old, parent: jnp.take(old, parent, axis=1))
     cache = replace(cache, k=of_parents(cache.k, parent), v=of_parents(cache.v, parent))
     cache, x = extend(family, model, ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
     values = logits_after(family, model, ends, x)
     values = values - log_normalizer(values)[:, None]
-
-    # Each device along t finds the N likeliest of its part; they are gathered, 8N bytes a row and device.
     of_device = functools.partial(largest, N)
     best, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', of_device, values, ids, N=N)
-    best, names = [shardops.all_gather('B/b t/t N -> B/b t N', x) for x in (best, names)]
-    best, names = shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, best, names)
-    return cache, shardops.all_gather('B/b N -> B N', best), shardops.all_gather('B/b N -> B N', names)
+    return cache, *(shardops.all_gather('B/b t/t N -> B t N', x) for x in (best, names))
 
 
 @typed
@@ -832,7 +820,7 @@ class Beams:
         if self.is_over:
             return stays
         scores = values + np.array([[sum(text.log_probs)] for text in self.running], np.float32)
-        order = np.argsort(-scores, axis=None, kind="stable")[: values.shape[1]]
+        order = np.argsort(-scores, axis=None, kind="stable")[: (1 + len(self.ends)) * self.beams]
         candidates = [(i // values.shape[1], int(ids.flat[i]), float(values.flat[i])) for i in order.tolist()]
         length = len(self.running[0].tokens) + 1
         is_last, going_on = length == self.most, []

@@ -13,6 +13,7 @@ from published import FOLDER, NAMES, SIZES, on_mesh, weights_of
 
 from models import huggingface
 from models.decoding import Drawing, Generator, Slots
+from models.reading import Reader
 from shardlib.shardtypes import map_type, narrowed
 
 MESHES = [(1, 1), (2, 2), (8, 1)]
@@ -54,6 +55,22 @@ def test_tokens_are_those_of_transformers(name, mesh, pool):
             assert all_of(generator, prompts, [drawing] * 4) == [text[key] for text in expected], key
         beams = generator.search(prompts, tokens=20, beams=4, length_penalty=0.7)
         assert [beam.tokens for beam in beams] == [text["beams"] for text in expected]
+
+
+@pytest.mark.usefixtures("proved_elsewhere")
+def test_as_many_beams_as_tokens_find_the_likeliest_text(pool):
+    """The likeliest of all texts of two tokens, by a forward pass; a device holds fewer tokens than beams take."""
+    prompt = [3, 7, 11]
+    with on_mesh(1, 2):
+        generator = generator_of("llama", pool, ends=())
+        (found,) = generator.search([prompt], tokens=2, beams=40, length_penalty=1.0)
+        tokens = np.array([[*prompt, first] for first in range(40)])
+        targets, family, model = np.roll(tokens, -1, axis=1), generator.programs.family, generator.programs.model
+        reader = Reader(family, model, weights_of(huggingface.open_weights(FOLDER / "llama", pool), pool)[0])
+        rows = [tokens, targets, np.ones_like(tokens), np.zeros_like(tokens)]
+        targets[:, -1] = reader.predict(rows)[1][:, -1]
+        log_probs = reader.predict(rows)[0][:, -2:].sum(axis=1)
+    assert found.tokens == targets[log_probs.argmax(), -2:].tolist()
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
