@@ -338,11 +338,12 @@ class Text:
             return ""
         self.ids, self.log_probs = self.ids + drawn.tokens, self.log_probs + drawn.log_probs
         text = self.text(self.ids)
-        if cut := [place for stop in self.stop if (place := text.find(stop)) >= 0]:
-            self.has_ended, text = True, text[: min(cut)]
-            # A burst goes on behind the stop: what it drew there is no part of the text.
+        if any(stop in text for stop in self.stop):
+            # A burst goes on behind the first stop: what it drew there is no part of the text, another stop neither.
             while any(stop in self.text(self.ids[:-1]) for stop in self.stop):
                 self.ids, self.log_probs = self.ids[:-1], self.log_probs[:-1]
+            self.has_ended, text = True, self.text(self.ids)
+            text = text[: min(place for stop in self.stop if (place := text.find(stop)) >= 0)]
         elif text.endswith("\ufffd") or any(text.endswith(stop[:n]) for stop in self.stop for n in range(1, len(stop))):
             return ""
         return self._show(text)

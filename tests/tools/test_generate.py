@@ -210,6 +210,16 @@ def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     assert "".join(shown) == "on the mat" and text.has_ended
 
 
+@pytest.mark.parametrize("size", [1, 4, 30])
+def test_a_stop_within_another(cat_run, size):
+    """The first stop that is whole ends the text, in bursts of any size."""
+    tokenizer = ready.kept_tokenizer(cat_run)
+    model = ready.ReadyModel(SimpleNamespace(ends=[], start=None), None, tokenizer, (0,), (), 32)
+    text, ids = ready.Text(model, ["\nUser:", "User"]), bytes_of("the mat\nUser: the cat")[1:]
+    shown = [text.add(Drawn(ids[n : n + size], [0.0] * size)) for n in range(0, len(ids), size)]
+    assert "".join(shown) == text.shown == "the mat\n" and len(text.ids) == len("the mat\nUser")
+
+
 @pytest.mark.parametrize("is_newer", [True, False])
 def test_a_text_goes_on_behind_its_prompt(is_newer):
     """Both of SentencePiece's decoders take the space from a text's beginning: not from that of a continuation."""
