@@ -256,6 +256,20 @@ def devices_of_rows() -> int:
     return math.prod(current_mesh().shape[axis] for axis in expanded("b"))
 
 
+def with_whole_rows(mesh: Any) -> jax.sharding.Mesh:
+    """The mesh whose c is a part of d, so that a row lies on one device, as where tokens are drawn. What is split over
+    both lies the same."""
+    sizes = {**mesh.shape, 'd': mesh.shape['d'] * mesh.shape['c'], 'c': 1}
+    return jax.sharding.Mesh(mesh.devices.reshape(*sizes.values()), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def on_mesh(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
+    """The array on `with_whole_rows` of its mesh, without a copy."""
+    parts = [shard.data for shard in array.addressable_shards]
+    sharding = jax.sharding.NamedSharding(mesh, array.sharding.spec)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
 # Where tokens are drawn a row lies on one device: c is 1, and these send nothing.
 @typed
 def whole(x: act['B/b L/c Q K/t D']) -> act['B/b L Q K/t D']:

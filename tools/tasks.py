@@ -1,5 +1,6 @@
 """Tasks that say how good a model is: files of choices, questions and texts, scored by log likelihoods and answers."""
 
+import functools
 import importlib
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.decoding import devices_of_rows
+from models.decoding import devices_of_rows, on_mesh, with_whole_rows
 from models.huggingface import Source, open_weights
 from models.likelihoods import Packed, Pair, mapped, masked_one_by_one, pack, written
 from models.mesh import placed
@@ -24,6 +25,7 @@ from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
 from runtime.terminal import RunError, install, needs_package, progress, run_errors
+from shardlib.mesh import current_mesh
 from tools.hosts import from_first, is_first, note, shared
 from tools.ready import ReadyModel, Writing, json_lines, with_weights, without_drops, write
 
@@ -322,7 +324,13 @@ class InRun:
     def __call__(self, weights: Any) -> tuple[dict[str, float], str]:
         """Metrics by their names in metrics.jsonl, and the first answers to questions. The weights are gathered over d,
         in the type of activations, while it lasts."""
-        weights = self.whole(weights)
+        weights, mesh = self.whole(weights), current_mesh()
+        if (whole := with_whole_rows(mesh)) == mesh:
+            return self._scores(weights)
+        with jax.set_mesh(whole):
+            return self._scores(jax.tree.map(functools.partial(on_mesh, whole), weights))
+
+    def _scores(self, weights: Any) -> tuple[dict[str, float], str]:
         if self.scorer is None:
             source = Source(None, self.family, self.model, Path(), self.published)
             ready = with_weights(source, weights, self.tokenizer, self.special_id, self.config.length)

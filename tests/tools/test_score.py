@@ -379,6 +379,21 @@ def test_scores_do_not_depend_on_what_else_is_in_a_row(pool):
     assert read.model == dataclasses.replace(source.model, compute_dtype="float32")
 
 
+def test_a_run_scores_whole_rows(pool, tmp_path):
+    """A mesh that splits rows, into more parts than there are heads, scores and draws the same."""
+    pytest.importorskip("rouge_score")
+    write_lines(tmp_path / "questions.jsonl", [{"question": "a b c", "answer": ["d"]}])
+    (tmp_path / "text.txt").write_text(TEXT)
+    source, found = huggingface.open_weights(FOLDER / "mixtral", pool), []
+    config = in_training(source, eval_tasks=tuple(str(tmp_path / name) for name in ("text.txt", "questions.jsonl")))
+    for axes in ({}, {"d": 2, "c": 4}):
+        with on_mesh(**axes):
+            weights, _ = weights_of(source, pool)
+            figures, samples = tasks.InRun(config, words(), lambda w: w, 0)(weights)
+            found.append((pytest.approx(figures, rel=1e-5), samples))
+            assert (figures, samples) == found[0] and samples
+
+
 @pytest.mark.slow
 def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     """metrics.jsonl of a train_any run with adapters has the tasks' numbers at each validation, the last ones those of
@@ -390,7 +405,7 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
         files.append(write_lines(tmp_path / "ask.jsonl", [{"question": "the cat sat on the", "answer": "mat"}]))
     overrides = f"""
         flat_tokens.filespec={cat_run.parent}/text.zarr paths.root_working_dir={tmp_path} paths.model_name=run
-        mesh.d=2 initial_weights={cat_run} lora.rank=2 training.learning_rate=0.3
+        mesh.c=2 initial_weights={cat_run} lora.rank=2 training.learning_rate=0.3
         model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=12
         training.warmup_steps=0 training.steps_for_lr=12 eval_interval=2 validation_batches=1 training.seed=1
         eval_tasks=[{",".join(map(str, files))}] patience=2 best_by=score/exam.jsonl/acc
